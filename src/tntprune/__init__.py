@@ -1,0 +1,38 @@
+"""Faster vision transformers: drop the tokens they do not need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tntprune.backbones.vit16 import vit16
+    from tntprune.checkpoint import load_, save
+    from tntprune.config import TNT, Random
+    from tntprune.errors import UsageError, UserError
+    from tntprune.counting import macs
+    from tntprune.reduce import reduce_, restore_
+    from tntprune.trace import record
+    from tntprune.train import calibrate_
+
+__version__ = "0.1.0"
+__all__ = [
+    "TNT", "Random", "UsageError", "UserError", "calibrate_", "load_", "macs", "record", "reduce_", "restore_",
+    "save", "vit16",
+]  # fmt: skip
+
+_HOMES = {
+    "TNT": "config", "Random": "config", "UsageError": "errors", "UserError": "errors", "calibrate_": "train",
+    "load_": "checkpoint", "macs": "counting", "record": "trace", "reduce_": "reduce", "restore_": "reduce",
+    "save": "checkpoint", "vit16": "backbones.vit16",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `tntprune --help` need not wait for torch and timm."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tntprune' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"tntprune.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,156 @@
+"""timm's VisionTransformer and VisionTransformerDistilled.
+
+Plain, distilled and register tokens, no CLS token, every kind of pooling but "prr", LayerScale, q/k norm, pre-norm,
+dynamic image sizes, any patch size. Blocks other than `Block` and `ResPostBlock` are refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.layers import Attention, PatchEmbed
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
+from torch import nn
+
+from tntprune.backbones.base import Backbone, BlockCost, Costs, Reduced
+from tntprune.errors import UserError
+from tntprune.methods.base import Layout
+from tntprune.tokens import Tokens
+
+
+class _ReducedTimm(Reduced):
+    """forward and forward_features as timm has them, with the reduction in between."""
+
+    def embed(self: Any, images: torch.Tensor) -> torch.Tensor:
+        x = self._pos_embed(self.patch_embed(images))
+        out: torch.Tensor = self.norm_pre(x)
+        return out
+
+    def tokens(self: Any, images: torch.Tensor, attn_mask: Any, is_causal: bool) -> Tokens:
+        if attn_mask is not None or is_causal:
+            raise UserError("a reduced model takes no attn_mask or is_causal: a mask for all tokens fits no longer")
+        tokens: Tokens = self.walk(images)
+        return tokens._replace(x=self.norm(tokens.x))
+
+    def forward_features(self, x: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> torch.Tensor:
+        """Images to the tokens that are left, (B, prefix + n, D), normalised."""
+        return self.tokens(x, attn_mask, is_causal).x
+
+    def forward(self: Any, x: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> torch.Tensor:
+        """Images to logits, as the unpruned model; mean and map pooling weigh merged tokens by their size."""
+        tokens = self.tokens(x, attn_mask, is_causal)
+        if tokens.size is None or self.global_pool in ("", "token", "max"):
+            out: torch.Tensor = self.forward_head(tokens.x)
+            return out
+        pooled = self.head_drop(self.fc_norm(self.pool_by_size(tokens)))
+        logits: torch.Tensor = self.head(pooled)
+        return logits
+
+    def pool_by_size(self: Any, tokens: Tokens) -> torch.Tensor:
+        """(B, n, D) to (B, D)."""
+        x, size = tokens.patches, tokens.size
+        assert size is not None
+        if self.pool_include_prefix:
+            x, size = tokens.x, torch.cat([size.new_ones(len(size), tokens.prefix), size], 1)
+        if self.attn_pool is not None:
+            mask = size.log()[:, None, None, :].to(x.dtype)  # a token of size s counts like s equal tokens
+            pooled: torch.Tensor = self.attn_pool(x, attn_mask=mask)
+            return pooled
+        mean = (x * size[:, :, None]).sum(1) / size.sum(1, keepdim=True)
+        return mean if self.global_pool == "avg" else 0.5 * (x.amax(1) + mean)
+
+
+class ReducedVisionTransformer(_ReducedTimm, VisionTransformer):  # type: ignore[misc]
+    """A VisionTransformer whose forward drops or merges tokens."""
+
+
+class ReducedVisionTransformerDistilled(_ReducedTimm, VisionTransformerDistilled):  # type: ignore[misc]
+    """A VisionTransformerDistilled whose forward drops or merges tokens."""
+
+
+class TimmViT(Backbone):
+    """The adapter."""
+
+    swaps = {
+        VisionTransformer: ReducedVisionTransformer,
+        VisionTransformerDistilled: ReducedVisionTransformerDistilled,
+    }
+
+    def obstacle(self, model: Any) -> str | None:
+        for block in model.blocks:
+            if type(block) not in (Block, ResPostBlock):
+                return f"block {type(block).__name__} (supported: Block, ResPostBlock)"
+            if type(block.attn) is not Attention:
+                return f"attention {type(block.attn).__name__} (supported: Attention)"
+        if type(model.patch_embed) is not PatchEmbed:
+            return f"embedding {type(model.patch_embed).__name__} (supported: PatchEmbed)"
+        if model.global_pool == "prr":
+            return "global_pool='prr' (supported: token, avg, avgmax, max, map)"
+        if getattr(model.attn_pool, "pos_embed", None) is not None:
+            return "attention pooling with a position embedding"
+        if not isinstance(model.patch_drop, nn.Identity):
+            return "patch_drop_rate above 0 (create the model without it: tokens would be dropped twice)"
+        return None
+
+    def layout(self, model: Any) -> Layout:
+        return Layout(
+            family="timm VisionTransformer",
+            embed_dim=model.embed_dim,
+            depth=len(model.blocks),
+            prefix=model.num_prefix_tokens,
+            grid=tuple(model.patch_embed.grid_size),
+            cls=bool(model.has_class_token),
+        )
+
+    def costs(self, model: Any) -> Costs:
+        shape = self.layout(model)
+        tokens, width = shape.patches + shape.prefix, shape.embed_dim
+        conv = model.patch_embed.proj
+        embed = shape.patches * (conv.weight.numel() + _norm(model.patch_embed.norm, width))
+        head = _linears(model.head) + _linears(getattr(model, "head_dist", nn.Identity())) + _norm(model.fc_norm, width)
+        pool = 0
+        if model.attn_pool is not None:
+            latents = model.attn_pool.latent_len
+            once = _linears(model.attn_pool) - _linears(model.attn_pool.kv) + _norm(model.attn_pool.norm, width)
+            pool = _linears(model.attn_pool.kv) + 2 * latents * width + _norm(model.attn_pool.k_norm, width)
+            head += latents * (once + _norm(model.attn_pool.q_norm, width))
+            head += pool * shape.prefix * bool(model.pool_include_prefix)
+        return Costs(
+            embed=embed + tokens * _norm(model.norm_pre, width),
+            blocks=tuple(_block(block, width) for block in model.blocks),
+            norm=_norm(model.norm, width),
+            pool=pool,
+            head=head,
+        )
+
+    def ce_logits(self, model: Any, images: torch.Tensor) -> torch.Tensor:
+        if not isinstance(model, VisionTransformerDistilled):
+            logits: torch.Tensor = model(images)
+            return logits
+        cls_logits: torch.Tensor = model.head(model.head_drop(model.forward_features(images)[:, 0]))
+        return cls_logits
+
+
+def _block(block: Any, width: int) -> BlockCost:
+    attention = block.attn
+    norms = _norm(attention.q_norm, attention.attn_dim) + _norm(attention.k_norm, attention.attn_dim)
+    norms += _norm(attention.norm, attention.attn_dim)
+    hidden = getattr(block.mlp, "norm", nn.Identity())
+    return BlockCost(
+        attention=_linears(attention) + norms + _norm(block.norm1, width),
+        pair=2 * attention.attn_dim,
+        mlp=_linears(block.mlp) + _norm(block.norm2, width) + _norm(hidden, getattr(hidden, "weight", torch.empty(0)).numel()),
+    )
+
+
+def _linears(module: nn.Module) -> int:
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+
+
+def _norm(module: nn.Module, width: int) -> int:
+    return 0 if isinstance(module, nn.Identity) else 5 * width  # as fvcore counts a LayerNorm
+
+
+ADAPTER = TimmViT()

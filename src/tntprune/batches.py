@@ -1,0 +1,125 @@
+"""Where training gets its batches from: tensors, a folder of photos, or a loader of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from tntprune.data import Photos, collate
+from tntprune.errors import UserError
+
+Pair = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Source(Protocol):
+    """Batches by step number, the same ones whenever they are asked for."""
+
+    per_epoch: int
+
+    def batches(self, first: int, last: int) -> Iterator[Pair]:
+        """The images (B, C, H, W) and labels (B,) or None of the steps from `first` up to `last`."""
+
+
+def chosen(count: int, batch: int, seed: int, step: int) -> tuple[int, list[int]]:
+    """The epoch of a step and the positions of its batch; each epoch goes through all in a new order.
+
+    The last, smaller batch of an epoch is left out.
+    """
+    per_epoch = max(1, count // batch)
+    epoch, turn = divmod(step, per_epoch)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+    return epoch, order[turn * batch : (turn + 1) * batch].tolist()
+
+
+class TensorSource:
+    """Images that are in memory.
+
+    Args:
+        images: (n, C, H, W).
+        labels: (n,) or None.
+        batch: Images a step.
+        seed: For the order.
+    """
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor | None, batch: int, seed: int) -> None:
+        if images.ndim != 4 or len(images) == 0:
+            raise UserError(f"images of shape {tuple(images.shape)}; expected (n, channels, height, width) with n > 0")
+        if labels is not None and labels.shape != images.shape[:1]:
+            raise UserError(f"labels of shape {tuple(labels.shape)} for {len(images)} images; expected ({len(images)},)")
+        self.images, self.labels, self.batch, self.seed = images, labels, batch, seed
+        self.per_epoch = max(1, len(images) // batch)
+
+    def batches(self, first: int, last: int) -> Iterator[Pair]:
+        for step in range(first, last):
+            _, index = chosen(len(self.images), self.batch, self.seed, step)
+            yield self.images[index], None if self.labels is None else self.labels[index]
+
+
+class PhotoSource:
+    """Photos read by worker processes.
+
+    Args:
+        photos: What to read.
+        batch: Images a step.
+        seed: For the order.
+        workers: Processes that read; 0 reads in this one.
+        labelled: Whether the photos have labels.
+    """
+
+    def __init__(self, photos: Photos, batch: int, seed: int, workers: int, labelled: bool) -> None:
+        self.photos, self.batch, self.seed, self.workers, self.labelled = photos, batch, seed, workers, labelled
+        self.per_epoch = max(1, len(photos) // batch)
+
+    def batches(self, first: int, last: int) -> Iterator[Pair]:
+        loader = DataLoader(
+            self.photos,
+            batch_sampler=_Keys(len(self.photos), self.batch, self.seed, first, last),
+            num_workers=self.workers,
+            collate_fn=collate,
+        )
+        for batch in loader:
+            if batch.bad:
+                raise UserError(batch.bad[0])
+            yield batch.images, batch.labels if self.labelled else None
+
+
+class _Keys:
+    """A batch sampler: (epoch, position) pairs, step by step."""
+
+    def __init__(self, count: int, batch: int, seed: int, first: int, last: int) -> None:
+        self.count, self.batch, self.seed, self.first, self.last = count, batch, seed, first, last
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for step in range(self.first, self.last):
+            epoch, index = chosen(self.count, self.batch, self.seed, step)
+            yield [(epoch, position) for position in index]
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+
+class LoaderSource:
+    """The user's own loader of images or of (images, labels), gone through again and again."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        try:
+            self.per_epoch = len(loader)  # type: ignore[arg-type]
+        except TypeError:
+            raise UserError(f"{type(loader).__name__} has no length; expected a DataLoader, a tensor or a folder") from None
+        if self.per_epoch == 0:
+            raise UserError("the loader is empty; expected at least one batch")
+
+    def batches(self, first: int, last: int) -> Iterator[Pair]:
+        step = 0
+        while step < last:
+            for item in self.loader:
+                images, labels = item[:2] if isinstance(item, list | tuple) else (item, None)
+                if first <= step < last:
+                    yield images, labels
+                step += 1
+                if step >= last:
+                    return

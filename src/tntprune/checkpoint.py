@@ -1,0 +1,119 @@
+"""Saving a reduction and putting it on a model again: one small file, `reducer.safetensors`, in a folder or on the Hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import save as to_bytes
+from torch import nn
+
+import tntprune
+from tntprune.backbones.base import find_backbone
+from tntprune.config import Config, from_dict, to_dict
+from tntprune.errors import UserError
+from tntprune.reduce import reduce_, reduction_of
+from tntprune.storage import make_folder, read_metadata, read_weights, write
+
+Model = TypeVar("Model", bound=nn.Module)
+FILE = "reducer.safetensors"
+EMPTY = "nothing"  # a safetensors file needs a tensor even where a method has none
+
+
+def save(model: nn.Module, folder: str | Path) -> Path:
+    """Save a model's reduction: its configuration and what it learned, not the model.
+
+    Args:
+        model: A reduced model.
+        folder: Where to put `reducer.safetensors`; made if it is not there.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        UserError: the model is not reduced, or the folder cannot be written.
+    """
+    method = reduction_of(model)
+    folder = Path(folder)
+    make_folder(folder)
+    layout = method.layout
+    about = {
+        "tntprune": tntprune.__version__,
+        "config": json.dumps(to_dict(method.config)),
+        "backbone": json.dumps({"embed_dim": layout.embed_dim, "depth": layout.depth}),
+    }
+    tensors = {name: value.detach().cpu().contiguous() for name, value in method.state_dict().items()}
+    write(folder / FILE, to_bytes(tensors or {EMPTY: torch.zeros(1)}, metadata=about))
+    return folder / FILE
+
+
+def load_(model: Model, source: str | Path, **changes: Any) -> Model:
+    """Put a saved reduction on a model, in place.
+
+    Args:
+        model: The model it was made for, or one of the same width and depth.
+        source: A folder, a file, or the id of a repository on the Hugging Face Hub.
+        **changes: Options to change, such as `at=3, keep=0.5, similar=25`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: nothing is there, it is broken, or it was made for a model of another width or depth.
+        UsageError: an option does not exist or is out of range.
+    """
+    config, tensors, path = read(source)
+    if changes:
+        config = config.changed(**changes)
+    made_for = json.loads(read_metadata(path)["backbone"])
+    layout = find_backbone(model).layout(model)
+    for name, value in made_for.items():
+        if getattr(layout, name) != value:
+            raise UserError(f"{path}: made for a model of {name} {value}, given one of {getattr(layout, name)}")
+    reduce_(model, config)
+    method = reduction_of(model)
+    wanted = {name: value.shape for name, value in method.state_dict().items()}
+    if wanted != {name: value.shape for name, value in tensors.items()}:
+        odd = sorted(set(wanted) ^ set(tensors)) or ["shapes"]
+        raise UserError(f"{path}: does not fit its own configuration ({odd[0]}); expected what tntprune.save writes")
+    method.load_state_dict(tensors)
+    return model
+
+
+def read(source: str | Path) -> tuple[Config, dict[str, torch.Tensor], Path]:
+    """The configuration, the tensors and the local path of a saved reduction.
+
+    Raises:
+        UserError: nothing is there, or it is broken or not a reduction.
+    """
+    path = _locate(source)
+    about = read_metadata(path)
+    if "config" not in about or "backbone" not in about:
+        raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
+    tensors = read_weights(path)
+    tensors.pop(EMPTY, None)
+    return from_dict(json.loads(about["config"])), tensors, path
+
+
+def _locate(source: str | Path) -> Path:
+    path = Path(source)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if (path / FILE).is_file():
+            return path / FILE
+        unfinished = any(path.glob("checkpoint.safetensors"))
+        hint = "the training there has not ended: continue it with --resume" if unfinished else f"expected {FILE} in it"
+        raise UserError(f"{path}: no reduction in it; {hint}")
+    parts = str(source).split("/")
+    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        raise UserError(f"{source}: no such folder or file, and not a Hub id; expected a folder written by tntprune.save")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(str(source), FILE))
+    except Exception as error:  # whatever the Hub's client raises: no network, no repository, no such file
+        reason = str(error).strip().splitlines()[0][:120]
+        raise UserError(f"{source}: no such folder here, and the Hub gave none ({reason}); expected a folder or a Hub id") from None

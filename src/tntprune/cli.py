@@ -1,0 +1,117 @@
+"""The command line: finds the command, and turns a user's mistake into one line."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+
+from tntprune import __version__, commands
+from tntprune.errors import UserError
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "demo": commands.demo,
+    "info": commands.info,
+    "macs": commands.macs,
+    "train": commands.train,
+    "eval": commands.evaluate,
+    "show": commands.show,
+}
+ABOUT = """Faster vision transformers: drop the tokens they do not need.
+
+Exit codes: 0 done, 1 something given cannot be used, 2 wrong usage, 3 done but some images were skipped."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Without the program's name; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given == ["--version"]:
+        print(f"tntprune {__version__}")
+        return 0
+    if not given:
+        given = ["--help"]
+    try:
+        run = _parse(given)
+        return run()
+    except UserError as error:
+        message = " ".join(str(error).split())
+        if "--json" in given:
+            print(json.dumps({"error": message}), file=sys.stderr)
+        else:
+            print(f"tntprune: {message}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("tntprune: interrupted", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of our output has gone, as in `tntprune info ... | head -1`
+        sys.stderr.close()
+        return 1
+
+
+class _WrongUsage(UserError):
+    exit_code = 2
+
+
+def _parse(given: list[str]) -> Callable[[], int]:
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            chosen: Any = tyro.extras.subcommand_cli_from_dict(
+                {name: _later(command) for name, command in COMMANDS.items()},
+                prog="tntprune",
+                description=ABOUT,
+                args=given,
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+            )
+    except SystemExit as end:
+        if end.code in (0, None):
+            raise
+        raise _WrongUsage(_one_line(errors.getvalue(), given)) from None
+    return chosen  # type: ignore[no-any-return]
+
+
+def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+    """The same command, parsed now and run afterwards."""
+
+    @functools.wraps(command)
+    def parsed(*args: Any, **options: Any) -> Callable[[], int]:
+        return functools.partial(command, *args, **options)
+
+    return parsed
+
+
+def _one_line(box: str, given: list[str]) -> str:
+    """What the parser's box says, up to its first rule, and where to read more."""
+    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()]
+    lines = [line for line in lines if not re.match(r"^─ .* ─+$", line)]
+    told = []
+    for line in lines:
+        if line.startswith("───"):
+            break
+        told.append(line)
+    command = next((word for word in given if word in COMMANDS), None)
+    see = f"tntprune {command} --help" if command else "tntprune --help"
+    return f"{' '.join(' '.join(told).split()) or 'wrong usage'}; see {see}"
+
+
+def run() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()

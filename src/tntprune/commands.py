@@ -1,0 +1,218 @@
+"""What each command does. Heavy imports happen inside, so that --help is quick."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from tntprune.errors import UsageError, UserError
+from tntprune.options import MethodOptions, apply, config_from
+
+Model = Annotated[
+    tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help="a timm model, vit16 or digits_vit")
+]
+Weights = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="weights to load; without it timm asks the Hub")]
+Device = Annotated[str, tyro.conf.arg(metavar="DEVICE", help="cpu, cuda or mps")]
+Json = Annotated[bool, tyro.conf.arg(help="one JSON object on standard output, everything else on standard error")]
+Reducer = Annotated[str | None, tyro.conf.arg(metavar="RUN", help="a folder made by train, or a Hub id")]
+MethodName = Annotated[str | None, tyro.conf.arg(metavar="NAME", help="a method: tnt or random")]
+Seed = Annotated[int, tyro.conf.arg(metavar="INT", help="of everything random")]
+Workers = Annotated[int | None, tyro.conf.arg(metavar="INT", help="processes that read photos (half the processors)")]
+
+
+def demo(out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("demo"), seed: Seed = 0, json: Json = False) -> int:
+    """The whole job on an embedded default, without a download: train, drop, measure, and a report.
+
+    Args:
+        out: Where report.html goes.
+    """
+    from dataclasses import asdict
+
+    from tntprune.demo import demo as run
+
+    found = run(out, seed)
+    _tell(json, {**asdict(found), "report": str(found.report)}, f"{found}\n\nThe report is {found.report}")
+    return 0
+
+
+def info(model: Model, json: Json = False) -> int:
+    """Tokens, blocks, what can be applied to a model, and why not the rest. Needs no weights."""
+    from tntprune.backbones.base import find_backbone
+    from tntprune.config import METHODS
+    from tntprune.counting import macs as count
+    from tntprune.methods.base import implementation
+    from tntprune.models import shape_of
+
+    built = shape_of(model)
+    layout = find_backbone(built).layout(built)
+    obstacles = {name: implementation(config).obstacle(layout) for name, config in METHODS.items()}
+    parameters = sum(p.numel() for p in built.parameters())
+    data = {
+        "model": model, "family": layout.family, "parameters": parameters, "blocks": layout.depth,
+        "embed_dim": layout.embed_dim, "grid": list(layout.grid), "patch_tokens": layout.patches,
+        "prefix_tokens": layout.prefix, "cls_token": layout.cls, "macs": count(built).macs, "methods": obstacles,
+    }  # fmt: skip
+    lines = [
+        f"{model}: {layout.family}, {parameters / 1e6:.1f} M parameters, {data['macs'] / 1e9:.2f} GMACs",
+        f"  {layout.depth} blocks of width {layout.embed_dim}",
+        f"  {layout.patches} patch tokens ({layout.grid[0]} x {layout.grid[1]}) and {layout.prefix} prefix tokens, "
+        f"{'the first a CLS token' if layout.cls else 'no CLS token'}",
+    ]
+    lines += [f"  {name:8} {'can be applied' if why is None else 'cannot: ' + why}" for name, why in obstacles.items()]
+    _tell(json, data, "\n".join(lines))
+    return 0
+
+
+def macs(model: Model, method: MethodName = None, reduction: MethodOptions = MethodOptions(), json: Json = False) -> int:
+    """Multiply-accumulates of a model, block by block, in closed form. Needs no weights and runs nothing."""
+    from dataclasses import asdict
+
+    from tntprune.counting import macs as count
+    from tntprune.models import shape_of
+    from tntprune.options import given
+    from tntprune.reduce import reduce_
+
+    built = shape_of(model)
+    if method is not None:
+        reduce_(built, config_from(method, reduction))
+    elif given(reduction):
+        raise UsageError(f"--{next(iter(given(reduction)))} was given without --method; expected --method tnt, for example")
+    found = count(built)
+    _tell(json, asdict(found), str(found))
+    return 0
+
+
+def train(
+    model: Model,
+    data: Annotated[Path, tyro.conf.arg(metavar="DIR", help="photos; in class folders for --objective ce")],
+    out: Annotated[Path, tyro.conf.arg(metavar="RUN", help="where the reducer, the log and checkpoints go")],
+    method: Annotated[str, tyro.conf.arg(metavar="NAME", help="a method that learns")] = "tnt",
+    reduction: MethodOptions = MethodOptions(),
+    weights: Weights = None,
+    device: Device = "cpu",
+    epochs: Annotated[int, tyro.conf.arg(metavar="INT", help="passes over the photos")] = 8,
+    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos a step")] = 32,
+    lr: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="peak learning rate")] = 0.02,
+    weight_decay: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="AdamW's")] = 0.0,
+    warmup: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="share of the steps in which the rate rises")] = 0.1,
+    amp: Annotated[Literal["none", "bf16"], tyro.conf.arg(help="bf16: run the model under autocast")] = "none",
+    seed: Seed = 0,
+    workers: Workers = None,
+    save_every: Annotated[int, tyro.conf.arg(metavar="STEPS", help="between checkpoints")] = 50,
+    resume: Annotated[bool, tyro.conf.arg(help="continue the training in RUN")] = False,
+    json: Json = False,
+) -> int:
+    """Train the scorers of a method on a frozen model."""
+    import time
+
+    from tntprune.models import load_model
+    from tntprune.reduce import reduce_, reduction_of
+    from tntprune.runs import train_run
+    from tntprune.train import Training, photo_source
+
+    training = Training(epochs, batch_size, lr, weight_decay, warmup, seed, amp)
+    config = config_from(method, reduction)
+    built = reduce_(load_model(model, weights, device), config)
+    objective = getattr(getattr(reduction_of(built), "options", None), "objective", None)
+    source = photo_source(built, data, training, objective == "ce", workers)
+    begin = time.perf_counter()
+    about = {"model": model, "data": str(data.resolve()), "photos": len(source.photos)}
+    path = train_run(built, source, training, out, resume=resume, save_every=save_every, about=about)
+    seconds = time.perf_counter() - begin
+    steps = epochs * source.per_epoch
+    told = {"reducer": str(path), "photos": len(source.photos), "steps": steps, "seconds": round(seconds, 1)}
+    _tell(json, told, f"trained {steps} steps on {len(source.photos)} photos in {seconds:.0f} s: {path}")
+    return 0
+
+
+def evaluate(
+    model: Model,
+    data: Annotated[Path, tyro.conf.arg(metavar="DIR", help="photos in class folders (WordNet ids for ImageNet)")],
+    reducer: Reducer = None,
+    method: MethodName = None,
+    reduction: MethodOptions = MethodOptions(),
+    weights: Weights = None,
+    device: Device = "cpu",
+    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
+    workers: Workers = None,
+    on_bad_image: Annotated[Literal["error", "skip"], tyro.conf.arg(help="stop at one, or count it and exit with 3")] = "error",
+    compare: Annotated[bool, tyro.conf.arg(help="also give the unpruned model's figures, batch by batch in turns")] = False,
+    seed: Seed = 0,
+    json: Json = False,
+) -> int:
+    """Top-1, top-5, agreement with the unpruned model, MACs and images/s."""
+    import torch
+
+    from tntprune.data import default_workers, labelled_photos
+    from tntprune.evaluate import evaluate as run
+    from tntprune.models import load_model
+
+    if batch_size < 1:
+        raise UsageError(f"--batch-size {batch_size}: expected 1 or more")
+    torch.manual_seed(seed)
+    built = apply(load_model(model, weights, device), method, reducer, reduction)
+    found, bad = run(
+        built, labelled_photos(data, built), batch_size=batch_size,
+        workers=default_workers() if workers is None else workers, on_bad_image=on_bad_image, compare=compare,
+    )  # fmt: skip
+    for line in bad:
+        print(f"skipped {line}", file=sys.stderr)
+    rows = [("pruned" if found.agreement < 100 or found.base else "model", found)]
+    if found.base is not None:
+        rows.append(("unpruned", found.base))  # type: ignore[arg-type]
+    lines = [f"{found.images} images, {found.skipped} skipped", f"{'':9} {'top-1':>6} {'top-5':>6} {'GMACs':>6} {'images/s':>9}"]
+    lines += [f"{name:9} {f.top1:6.2f} {f.top5:6.2f} {f.macs / 1e9:6.2f} {f.images_per_s:9.1f}" for name, f in rows]
+    lines.append(f"agrees with the unpruned model on {found.agreement:.2f} %")
+    if found.speedup is not None:
+        lines.append(f"{found.speedup:.2f} times as fast")
+    lines.append(f"patch tokens entering each block: {' '.join(map(str, found.tokens))}")
+    _tell(json, found.to_dict(), "\n".join(lines))
+    return 3 if found.skipped else 0
+
+
+def show(
+    model: Model,
+    photos: tyro.conf.Positional[tuple[Path, ...]],
+    out: Annotated[Path, tyro.conf.arg(metavar="PNG", help="the picture to write")],
+    reducer: Reducer = None,
+    method: MethodName = None,
+    reduction: MethodOptions = MethodOptions(),
+    weights: Weights = None,
+    device: Device = "cpu",
+    each: Annotated[bool, tyro.conf.arg(help="every location on its own, as in the paper's figures")] = False,
+    seed: Seed = 0,
+    json: Json = False,
+) -> int:
+    """A sheet: each photo, and for each pruning block the kept tokens in clear and the dropped ones veiled.
+
+    Photos are turned upright as their EXIF orientation says, and cropped as the model sees them.
+
+    Args:
+        photos: One row each.
+    """
+    import torch
+
+    from tntprune.backbones.base import Reduced
+    from tntprune.draw import photo_maps, sheet, write_picture
+    from tntprune.models import load_model
+
+    torch.manual_seed(seed)
+    if not photos:
+        raise UsageError("no photo given; expected one or more")
+    if reducer is None and method is None:
+        raise UsageError("nothing to show: expected --reducer RUN, or --method random")
+    built = apply(load_model(model, weights, device), method, reducer, reduction)
+    if not isinstance(built, Reduced):
+        raise UserError(f"{model} is not reduced")
+    maps = photo_maps(built, photos, each)
+    write_picture(out, sheet(maps, [path.stem[:24] for path in photos]))
+    _tell(json, {"picture": str(out), "photos": len(photos), "columns": list(maps[0])}, f"{len(photos)} photos: {out}")
+    return 0
+
+
+def _tell(json: bool, data: dict[str, Any], text: str) -> None:
+    print(json_format.dumps(data, default=str) if json else text)

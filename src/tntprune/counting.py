@@ -1,0 +1,73 @@
+"""Multiply-accumulates in closed form: no weights, no run. What the paper calls GFLOPs.
+
+Counted as the paper does, with fvcore's rules: matrix products in full, 5 for each element of a normalisation, nothing
+for softmax, activations, sorting and gathering. Fused attention is counted too, which counting tools miss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from tntprune.backbones.base import Costs, Reduced, find_backbone
+from tntprune.schedule import entering
+
+
+@dataclass(frozen=True)
+class Macs:
+    """Multiply-accumulates for one image of the model's own size.
+
+    Args:
+        macs: In all.
+        base_macs: Of the unpruned model.
+        tokens: Patch tokens that enter each block.
+        per_block: Of each block.
+        reduction: Of the steps that remove tokens, by block.
+        embed: Of the patch embedding.
+        head: Of everything after the last block.
+    """
+
+    macs: int
+    base_macs: int
+    tokens: list[int]
+    per_block: list[int]
+    reduction: dict[int, int]
+    embed: int
+    head: int
+
+    def __str__(self) -> str:
+        lines = [f"{self.macs / 1e9:.2f} GMACs instead of {self.base_macs / 1e9:.2f}"]
+        lines += [
+            f"  block {number:2}: {tokens:4} patch tokens, {cost / 1e9:.3f} GMACs"
+            for number, (tokens, cost) in enumerate(zip(self.tokens, self.per_block, strict=True), 1)
+        ]
+        return "\n".join(lines)
+
+
+def macs(model: nn.Module) -> Macs:
+    """Count the multiply-accumulates of a model, reduced or not.
+
+    Raises:
+        UserError: the model is not supported.
+    """
+    backbone = find_backbone(model)
+    layout, costs = backbone.layout(model), backbone.costs(model)
+    whole = [layout.patches] * layout.depth
+    base = sum(_blocks(costs, whole, layout.prefix)) + costs.embed + _head(costs, layout.patches, layout.prefix)
+    steps = tuple(model.reduction.plan(layout.patches).values()) if isinstance(model, Reduced) else ()
+    tokens = entering(steps, layout.patches, layout.depth)
+    per_block = _blocks(costs, tokens, layout.prefix)
+    own = {step.block: model.reduction.macs(step) for step in steps} if isinstance(model, Reduced) else {}
+    head = _head(costs, tokens[-1], layout.prefix)
+    total = sum(per_block) + sum(own.values()) + costs.embed + head
+    return Macs(total, base, tokens, per_block, own, costs.embed, head)
+
+
+def _blocks(costs: Costs, patches: list[int], prefix: int) -> list[int]:
+    counts = [n + prefix for n in patches]
+    return [n * (b.attention + b.mlp) + n * n * b.pair for n, b in zip(counts, costs.blocks, strict=True)]
+
+
+def _head(costs: Costs, patches: int, prefix: int) -> int:
+    return costs.norm * (patches + prefix) + costs.pool * patches + costs.head

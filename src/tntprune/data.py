@@ -1,0 +1,174 @@
+"""Folders of photos, and which class of the model each belongs to."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_model_data_config
+from torch import nn
+from torch.utils.data import Dataset
+
+from tntprune.errors import UserError
+from tntprune.images import BadImage, find_images, read_image
+
+
+@dataclass(frozen=True)
+class Photo:
+    """A file and its class, or -1 where no labels are asked for."""
+
+    path: Path
+    label: int
+
+
+def labelled_photos(folder: Path, model: nn.Module) -> list[Photo]:
+    """The photos of a folder with one subfolder a class, with class indices of the model.
+
+    Folders named by WordNet ids are mapped to the model's ImageNet classes, whatever their number; otherwise there must
+    be exactly one folder for each class, numbered in the order of their names.
+
+    Raises:
+        UserError: the folder is missing or empty, or its subfolders are not classes of the model.
+    """
+    paths = find_images(folder)
+    loose = next((path for path in paths if path.parent == folder), None)
+    if loose is not None:
+        raise UserError(f"{loose}: not in a class folder; expected {folder}/CLASS/{loose.name}")
+    names = sorted({path.relative_to(folder).parts[0] for path in paths})
+    index = class_index(names, model, folder)
+    return [Photo(path, index[path.relative_to(folder).parts[0]]) for path in paths]
+
+
+def class_index(names: list[str], model: Any, folder: Path) -> dict[str, int]:
+    """Class folder names to class indices of the model.
+
+    Raises:
+        UserError: some of them are not classes of the model.
+    """
+    classes = model.num_classes
+    subset = infer_imagenet_subset(model)
+    known = {name: i for i, name in enumerate(ImageNetInfo(subset).label_names())} if subset else {}
+    unknown = [name for name in names if name not in known]
+    if not unknown:
+        return {name: known[name] for name in names}
+    if len(names) == classes and len(unknown) == len(names):
+        return {name: i for i, name in enumerate(names)}
+    expected = f"WordNet ids of {subset}" if subset else f"{classes} class folders, as many as the model has classes"
+    raise UserError(
+        f"{folder}: {len(unknown)} of {len(names)} folders are no class of the model, {unknown[0]!r} for one; "
+        f"expected {expected}"
+    )
+
+
+def all_photos(folder: Path) -> list[Photo]:
+    """The photos anywhere under a folder, without labels."""
+    return [Photo(path, -1) for path in find_images(folder)]
+
+
+def transform_for(model: nn.Module, augment: bool = False) -> Callable[[Any], torch.Tensor]:
+    """timm's transform of the model: its own size, crop, interpolation, mean and deviation.
+
+    Args:
+        model: With timm's `pretrained_cfg`.
+        augment: Random crops of at least 35 % of the area and mirror images instead of the centre crop.
+    """
+    config = resolve_model_data_config(model)
+    if augment:
+        made = create_transform(
+            config["input_size"], is_training=True, interpolation=config["interpolation"], mean=config["mean"],
+            std=config["std"], scale=(0.35, 1.0), color_jitter=None, auto_augment=None,
+        )  # fmt: skip
+    else:
+        made = create_transform(**config)
+    return made  # type: ignore[no-any-return]
+
+
+class Batch(NamedTuple):
+    """What a loader of `Photos` yields.
+
+    Args:
+        images: (B, C, H, W), those that could be read.
+        labels: (B,), class indices or -1.
+        positions: (B,), where they stand in the list of photos.
+        bad: One line for each image that could not be read.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    bad: list[str]
+
+
+class Photos(Dataset[Any]):
+    """Photos as the model wants them. An image that cannot be read comes back as its `BadImage`, so that the error
+    survives the way out of a worker process.
+
+    Items are asked for by position, or by (epoch, position); the transform's random choices follow from the seed and
+    from what was asked for, and not from workers or from where a job was resumed.
+
+    Args:
+        photos: What to read.
+        transform: From a PIL image to a tensor.
+        mode: "L" for models with one input channel.
+        seed: For random transforms.
+    """
+
+    def __init__(
+        self,
+        photos: list[Photo],
+        transform: Callable[[Any], torch.Tensor],
+        mode: Literal["RGB", "L"] = "RGB",
+        seed: int = 0,
+    ) -> None:
+        self.photos, self.transform, self.mode, self.seed = photos, transform, mode, seed
+
+    def __len__(self) -> int:
+        return len(self.photos)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> tuple[torch.Tensor, int, int] | BadImage:
+        epoch, position = key if isinstance(key, tuple) else (0, key)
+        photo = self.photos[position]
+        try:
+            image = read_image(photo.path, self.mode)
+        except BadImage as bad:
+            return bad
+        with fixed_randomness(self.seed, epoch, position):
+            return self.transform(image), photo.label, position
+
+
+def collate(items: list[tuple[torch.Tensor, int, int] | BadImage]) -> Batch:
+    """Items of `Photos` to a batch."""
+    good = [item for item in items if not isinstance(item, BadImage)]
+    images = torch.stack([item[0] for item in good]) if good else torch.empty(0)
+    labels, positions = (torch.tensor([item[i] for item in good], dtype=torch.long) for i in (1, 2))
+    return Batch(images, labels, positions, [str(item) for item in items if isinstance(item, BadImage)])
+
+
+@contextmanager
+def fixed_randomness(*key: int) -> Iterator[None]:
+    """Python's and torch's random choices follow from the key alone inside, and go on as before outside."""
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        seed = random.Random(repr(key)).getrandbits(63)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+def default_workers() -> int:
+    """Processes that read images: half the processors, at most 8."""
+    return max(1, min(8, (os.cpu_count() or 2) // 2))
+
+
+def input_mode(model: Any) -> Literal["RGB", "L"]:
+    """How images are read for a model."""
+    return "L" if getattr(model, "in_chans", 3) == 1 else "RGB"

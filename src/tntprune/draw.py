@@ -1,0 +1,188 @@
+"""Pictures of what is kept, and curves of what it costs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from tntprune.backbones.base import find_backbone
+from tntprune.data import input_mode, transform_for
+from tntprune.errors import UserError
+from tntprune.images import read_image
+from tntprune.reduce import device_of, reduce_, reduction_of
+from tntprune.storage import write
+from tntprune.trace import record
+
+Pixels = Any  # (H, W, 3) uint8 array
+VEIL = 0.82  # share of white over a dropped token
+ORIGINAL = "original"
+
+
+def veiled(pixels: Pixels, carrier: np.ndarray[Any, Any], grid: tuple[int, int]) -> Pixels:
+    """A picture with its dropped tokens under a white veil; merged tokens under half of one.
+
+    Args:
+        pixels: (H, W, 3), 0 to 255.
+        carrier: (N,), for each patch the patch whose token carries it, or -1; see `Trace.carrier`.
+        grid: Rows and columns of patches.
+    """
+    own = np.arange(len(carrier))
+    veil = np.where(carrier == own, 0.0, np.where(carrier < 0, VEIL, VEIL / 2)).reshape(grid)
+    tall, wide = -(-pixels.shape[0] // grid[0]), -(-pixels.shape[1] // grid[1])
+    veil = veil.repeat(tall, 0).repeat(wide, 1)[: pixels.shape[0], : pixels.shape[1], None]
+    return (pixels * (1 - veil) + 255 * veil).round().astype(np.uint8)
+
+
+def to_pixels(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> Pixels:
+    """A normalised image (C, H, W) back to (H, W, 3), 0 to 255."""
+    shape = (-1, 1, 1)
+    x = image.cpu() * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)
+    x = x.clamp(0, 1).mul(255).round().byte().expand(3, -1, -1)
+    return x.permute(1, 2, 0).numpy()  # (H, W, 3)
+
+
+@torch.inference_mode()
+def kept_maps(
+    model: nn.Module, images: torch.Tensor, mean: Sequence[float], std: Sequence[float], each: bool = False
+) -> list[dict[str, Pixels]]:
+    """For each image the picture itself, and one picture for each block after which tokens go.
+
+    Args:
+        model: A reduced model in eval mode.
+        images: (B, C, H, W), normalised.
+        mean: Of the normalisation.
+        std: Of the normalisation.
+        each: Let every location work on its own, as in the paper's figures, instead of one after the other.
+
+    Returns:
+        A dict from a caption to (H, W, 3) pixels, for each image.
+    """
+    grid = find_backbone(model).layout(model).grid
+    grid = getattr(model, "patch_embed").dynamic_feat_size(images.shape[2:]) if hasattr(model, "patch_embed") else grid
+    pictures: list[dict[str, Pixels]] = [{ORIGINAL: to_pixels(image, mean, std)} for image in images]
+    for carrier in _carriers(model, images, each):
+        for block, places in carrier.items():
+            caption = f"after block {block}" if block else "before block 1"
+            for picture, place in zip(pictures, places.cpu().numpy(), strict=True):
+                picture[caption] = veiled(picture[ORIGINAL], place, grid)
+    return pictures
+
+
+def _carriers(model: nn.Module, images: torch.Tensor, each: bool) -> list[dict[int, torch.Tensor]]:
+    method = reduction_of(model)
+    if not each:
+        with record(model) as trace:
+            model(images.to(device_of(model)))
+        return [trace.carrier]
+    found, learned = [], method.state_dict()
+    for at, amount in zip(method.config.locations, method.config.amounts, strict=True):
+        single = {"tokens": amount} if method.config.tokens is not None else {"keep": amount}
+        reduce_(model, method.config.changed(at=at, **single))
+        reduction_of(model).load_state_dict(learned)
+        found += _carriers(model, images, each=False)
+    reduce_(model, method.config)
+    reduction_of(model).load_state_dict(learned)
+    return found
+
+
+def photo_maps(model: nn.Module, photos: Sequence[Path], each: bool = False) -> list[dict[str, Pixels]]:
+    """`kept_maps` of photos, each turned upright as its EXIF orientation says.
+
+    Raises:
+        BadImage: a photo cannot be read.
+    """
+    from timm.data import resolve_model_data_config
+
+    config = resolve_model_data_config(model)
+    transform = transform_for(model)
+    images = torch.stack([transform(read_image(path, input_mode(model), upright=True)) for path in photos])
+    return kept_maps(model, images, config["mean"], config["std"], each)
+
+
+def sheet(pictures: list[dict[str, Pixels]], titles: Sequence[str] | None = None) -> bytes:
+    """Pictures in a grid, one row an image and one column a caption, as a PNG."""
+    plt = pyplot()
+    captions = list(pictures[0])
+    rows, columns = len(pictures), len(captions)
+    tall = pictures[0][ORIGINAL].shape[0] / pictures[0][ORIGINAL].shape[1]
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(2.2 * columns, (2.2 * tall + 0.06) * rows + 0.3), squeeze=False, layout="constrained"
+    )
+    for row, picture in enumerate(pictures):
+        for column, caption in enumerate(captions):
+            axis = axes[row][column]
+            small = picture[caption].shape[0] < 128
+            axis.imshow(picture[caption], interpolation="nearest" if small else "antialiased")
+            axis.set_xticks([])
+            axis.set_yticks([])
+            for edge in axis.spines.values():
+                edge.set_color("#cccccc")
+            if row == 0:
+                axis.set_title(caption, fontsize=10)
+            if column == 0 and titles is not None:
+                axis.set_ylabel(titles[row], fontsize=9)
+    return _finish(figure, "png")
+
+
+def curve(lines: dict[str, list[tuple[float, float]]], base: tuple[float, float], x: str, y: str, form: Literal["png", "svg"]) -> bytes:
+    """One line a method over a cost, the unpruned model as a dashed one.
+
+    Args:
+        lines: Points (cost, accuracy) by name.
+        base: The unpruned model's point.
+        x: What the cost is.
+        y: What the accuracy is.
+        form: Of the file.
+    """
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    axis.axhline(base[1], color="#888888", linestyle="--", linewidth=1, label="unpruned")
+    for (name, points), marker in zip(lines.items(), "os^Dv*", strict=False):
+        axis.plot(*zip(*sorted(points), strict=True), marker=marker, markersize=5, label=name)
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="lower right")
+    return _finish(figure, form)
+
+
+def write_picture(path: Path, data: bytes) -> None:
+    """Write a picture whole or not at all.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    from tntprune.storage import make_folder
+
+    make_folder(path.parent)
+    write(path, data)
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing to memory.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("pictures need matplotlib; install it with: pip install 'tntprune[plot]'") from None
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _finish(figure: Any, form: str) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format=form, dpi=150)
+    pyplot().close(figure)
+    return out.getvalue()

@@ -1,0 +1,31 @@
+"""What a measurement was made on, to stamp it with."""
+
+from __future__ import annotations
+
+import platform
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+
+def stamp(device: torch.device | str = "cpu") -> str:
+    """Processor or accelerator, threads, versions and date, in one line."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        hardware = f"{processor()}, {torch.get_num_threads()} threads"
+    versions = ", ".join(f"{name} {version(name)}" for name in ("tntprune", "torch", "timm"))
+    return f"{hardware}; {versions}, Python {platform.python_version()}; {date.today().isoformat()}"
+
+
+def processor() -> str:
+    """The processor's own name for itself, or the machine's architecture where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -1,0 +1,15 @@
+"""The two kinds of mistakes a user can make. The command line prints them as one line and never as a traceback."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Something given cannot be used: a file, a model, a set of weights. Exit code 1."""
+
+    exit_code = 1
+
+
+class UsageError(UserError):
+    """Something asked for does not exist or is out of range: a name, an option, a number. Exit code 2."""
+
+    exit_code = 2

@@ -1,0 +1,192 @@
+"""Accuracy, agreement with the unpruned model, and speed of the model alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from tntprune.backbones.base import Reduced
+from tntprune.counting import macs
+from tntprune.data import Photo, Photos, collate, input_mode, transform_for
+from tntprune.errors import UserError
+from tntprune.reduce import base_of, device_of
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one model did.
+
+    Args:
+        top1: Percent of images whose label is the first guess.
+        top5: Percent of images whose label is among the first five.
+        macs: For one image.
+        images_per_s: Of the forward pass alone, without reading images or moving them to the device.
+    """
+
+    top1: float
+    top5: float
+    macs: int
+    images_per_s: float
+
+
+@dataclass(frozen=True)
+class Evaluation(Figures):
+    """What `evaluate` found.
+
+    Args:
+        images: Images counted.
+        skipped: Images that could not be read.
+        agreement: Percent of images on which the first guess is that of the unpruned model.
+        tokens: Patch tokens that enter each block.
+        base: The unpruned model's figures on the same batches, taken in turns, if asked for.
+        speedup: images_per_s over the unpruned model's.
+    """
+
+    images: int
+    skipped: int
+    agreement: float
+    tokens: list[int]
+    base: Figures | None = None
+    speedup: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values; `base` and `speedup` only if they were asked for."""
+        first = ["images", "skipped", "top1", "top5", "agreement", "macs", "images_per_s", "tokens"]
+        data = asdict(self)
+        return {key: data[key] for key in first + [k for k in ("base", "speedup") if data[k] is not None]}
+
+
+class Tally:
+    """Counts and seconds of one model over the batches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.images, self.first, self.five, self.seconds = model, 0, 0, 0, 0.0
+        self.fresh = True
+
+    def run(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Run one batch on the clock, count it, and return the first guesses."""
+        if self.fresh:  # the first pass chooses kernels and fills caches
+            self.model(images)
+            self.fresh = False
+        wait(images.device)
+        begin = time.perf_counter()
+        logits = self.model(images)
+        wait(images.device)
+        self.seconds += time.perf_counter() - begin
+        guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        hits = guesses == labels[:, None]
+        self.images += len(images)
+        self.first += int(hits[:, 0].sum())
+        self.five += int(hits.any(1).sum())
+        top: torch.Tensor = guesses[:, 0]
+        return top
+
+    def figures(self) -> Figures:
+        """What was counted."""
+        return Figures(
+            top1=100 * self.first / self.images,
+            top5=100 * self.five / self.images,
+            macs=macs(self.model).macs,
+            images_per_s=self.images / self.seconds,
+        )
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.inference_mode()
+def measure(model: nn.Module, batches: Any, skipped: Callable[[], int] = lambda: 0, compare: bool = False) -> Evaluation:
+    """Evaluate a model, reduced or not, in its present mode.
+
+    Args:
+        model: In eval mode.
+        batches: Of (images, labels).
+        skipped: Asked at the end how many images could not be read.
+        compare: Also give the unpruned model's figures; the two take turns in going first.
+
+    Raises:
+        UserError: there was no image at all.
+    """
+    device = device_of(model)
+    reduced = isinstance(model, Reduced)
+    own = Tally(model)
+    base = Tally(base_of(model)) if reduced else own
+    same = 0
+    for number, (images, labels) in enumerate(batches):
+        images, labels = images.to(device), labels.to(device)
+        if not reduced:
+            own.run(images, labels)
+            same += len(images)
+            continue
+        guesses = {tally: tally.run(images, labels) for tally in ((own, base) if number % 2 else (base, own))}
+        same += int((guesses[own] == guesses[base]).sum())
+    if own.images == 0:
+        raise UserError(f"no image could be read, {skipped()} were skipped; expected at least one")
+    figures, unpruned = own.figures(), base.figures()
+    return Evaluation(
+        **asdict(figures),
+        images=own.images,
+        skipped=skipped(),
+        agreement=100 * same / own.images,
+        tokens=macs(model).tokens,
+        base=unpruned if compare else None,
+        speedup=figures.images_per_s / unpruned.images_per_s if compare else None,
+    )
+
+
+def evaluate(
+    model: nn.Module,
+    photos: list[Photo],
+    *,
+    batch_size: int = 32,
+    workers: int = 1,
+    on_bad_image: Literal["error", "skip"] = "error",
+    compare: bool = False,
+    progress: bool = True,
+) -> tuple[Evaluation, list[str]]:
+    """Evaluate a model on labelled photos.
+
+    Args:
+        model: In eval mode, reduced or not.
+        photos: What `labelled_photos` found.
+        batch_size: Images at a time.
+        workers: Processes that read.
+        on_bad_image: "error" stops at the first image that cannot be read; "skip" leaves it out and counts it.
+        compare: See `measure`.
+        progress: Show a bar.
+
+    Returns:
+        The figures, and one line for each image that was skipped.
+
+    Raises:
+        UserError: an image cannot be read, and none is to be skipped.
+    """
+    loader = DataLoader(
+        Photos(photos, transform_for(model), input_mode(model)),
+        batch_size=batch_size, num_workers=workers, collate_fn=collate,
+    )  # fmt: skip
+    bad: list[str] = []
+
+    def batches() -> Any:
+        with tqdm(total=len(photos), unit="image", desc="evaluating", disable=not progress) as bar:
+            for batch in loader:
+                bad.extend(batch.bad)
+                if batch.bad and on_bad_image == "error":
+                    raise UserError(f"{batch.bad[0]} (or leave such images out with --on-bad-image skip)")
+                if len(batch.images):
+                    yield batch.images, batch.labels
+                bar.update(len(batch.labels) + len(batch.bad))
+
+    return measure(model, batches(), lambda: len(bad), compare), bad

@@ -1,0 +1,89 @@
+"""The strict image reader: an image is read right, or refused by name. None is replaced by another."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from tntprune.errors import UserError
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm"})
+MAX_PIXELS = 100_000_000
+
+
+class BadImage(UserError):
+    """An image that cannot be read; the message names the file."""
+
+
+def read_image(path: Path, mode: Literal["RGB", "L"] = "RGB", upright: bool = False) -> Image.Image:
+    """Read one image in full.
+
+    CMYK, grey, palette and 16-bit images are converted (16-bit ones scaled to 8 bits, not clipped), transparency is
+    dropped, and of several frames the first counts.
+
+    Args:
+        path: The file.
+        mode: What to convert it to.
+        upright: Turn it as its EXIF orientation says. Off for ImageNet figures, which are defined without it.
+
+    Raises:
+        BadImage: it is missing, empty, truncated, no image, of more than 100 megapixels, or of 32 bits a channel.
+    """
+    try:
+        if path.stat().st_size == 0:
+            raise BadImage(f"{path}: empty file; expected an image")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is stricter
+            image = Image.open(path, formats=FORMATS)
+        with image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise BadImage(f"{path}: {width} x {height} pixels; expected at most {MAX_PIXELS // 10**6} megapixels")
+            image.load()
+            whole: Image.Image = ImageOps.exif_transpose(image) if upright else image
+            return _convert(path, whole, mode)
+    except UnidentifiedImageError:
+        raise BadImage(f"{path}: not an image that can be read; expected {', '.join(FORMATS)}") from None
+    except Image.DecompressionBombError:
+        raise BadImage(f"{path}: too many pixels; expected at most {MAX_PIXELS // 10**6} megapixels") from None
+    except (OSError, SyntaxError, ValueError, EOFError) as error:  # what Pillow's decoders raise on broken files
+        if isinstance(error, BadImage):
+            raise
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise BadImage(f"{path}: cannot be read ({reason or type(error).__name__}); replace or remove it") from None
+
+
+def _convert(path: Path, image: Image.Image, mode: Literal["RGB", "L"]) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        scaled = np.asarray(image, dtype=np.float32) / 257  # 65535 becomes 255
+        image = Image.fromarray(scaled.round().astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise BadImage(f"{path}: 32 bits a channel; expected 8 or 16, so convert it first")
+    return image.convert(mode)
+
+
+def find_images(folder: Path) -> list[Path]:
+    """The image files under a folder, by their suffixes, in a fixed order; hidden files and folders are passed over.
+
+    Raises:
+        UserError: the folder is missing or holds no image.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; expected one with images")
+    found = sorted(_walk(folder))
+    if not found:
+        raise UserError(f"{folder}: no images in it; expected files ending in {', '.join(sorted(SUFFIXES))}")
+    return found
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.suffix.lower() in SUFFIXES and not hidden and path.is_file():
+            yield path

@@ -1,0 +1,1 @@
+"""One file per method; `base.py` says what a method is."""

@@ -1,0 +1,132 @@
+"""Training Noise Token pruning: scorers that learn where noise hurts, and drop what scored least.
+
+Source: the paper's section 3; where its text and its authors' code differ, `recipe="paper"` follows the code.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tntprune.config import TNT
+from tntprune.errors import UsageError
+from tntprune.methods.base import Layout, Method, Plan, implements, top
+from tntprune.methods.similar import halves, remove_similar
+from tntprune.schedule import Step
+from tntprune.tokens import Tokens, order, take
+
+
+class Scorer(nn.Module):
+    """One number for each token: a linear layer, or an MLP with one hidden layer and GELU. Always in fp32.
+
+    Args:
+        widths: (D, 1) or (D, hidden, 1).
+        generator: For the initial weights.
+    """
+
+    def __init__(self, widths: tuple[int, ...], generator: torch.Generator) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        for layer in self.layers:
+            nn.init.trunc_normal_(layer.weight, std=0.02, generator=generator)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, n, D) to (B, n)."""
+        for depth, layer in enumerate(self.layers):
+            x = F.linear(F.gelu(x) if depth else x, layer.weight.float(), layer.bias.float())
+        return x.squeeze(-1)
+
+
+@implements(TNT)
+class TrainingNoise(Method):
+    """TNT on one backbone: noise while the module is in training mode, dropping otherwise."""
+
+    trains = True
+    config: TNT
+
+    def __init__(self, config: TNT, layout: Layout) -> None:
+        super().__init__(config, layout)
+        self.options = config.resolved
+        noisy = config.noise_blocks
+        blocks: tuple[int, ...] = tuple(range(1, min(5, layout.depth - 1) + 1)) if noisy is None else noisy  # type: ignore[assignment]
+        for block in blocks:
+            if block >= layout.depth:
+                raise UsageError(f"noise_blocks: {block} given; the model has {layout.depth} blocks, expected less")
+        for at in config.locations:
+            if at not in blocks:
+                raise UsageError(
+                    f"at={at}: no scorer there, because noise is learned at blocks {' '.join(map(str, blocks))}; "
+                    f"expected one of these, or noise_blocks with {at} among them"
+                )
+        width = layout.embed_dim
+        hidden = (config.hidden or 2 * width,) if config.scorer == "mlp" else ()
+        generator = torch.Generator().manual_seed(0)
+        self.scorers = nn.ModuleDict({str(block): Scorer((width, *hidden, 1), generator) for block in blocks})
+        for step in self._plan.values():
+            self.register_buffer(f"order{step.ranked}", order(step.ranked, config.order), persistent=False)
+
+    def forward(self, tokens: Tokens, block: int, plan: Plan) -> Tokens:
+        if self.training:
+            return self.add_noise(tokens, block) if str(block) in self.scorers else tokens
+        return super().forward(tokens, block, plan)
+
+    def score(self, tokens: Tokens, block: int) -> torch.Tensor:
+        """Raw scores (B, n) in fp32 whatever the precision around them; relevance alpha is their softmax (Eq. 4)."""
+        with torch.autocast(tokens.x.device.type, enabled=False):
+            x = tokens.patches.float()
+            if self.options.score_norm:
+                x = F.layer_norm(x, x.shape[-1:], eps=1e-6)
+            score: torch.Tensor = self.scorers[str(block)](x)
+        return score
+
+    def add_noise(self, tokens: Tokens, block: int) -> Tokens:
+        """x_i + beta * s_i * (1 - min(1, c * alpha_i)) * eps_i on patch tokens (Eq. 5, generalised)."""
+        options = self.options
+        alpha = self.score(tokens, block).softmax(1)  # (B, n)
+        noise = 1 - (self.capacity(tokens) * alpha).clamp(max=1)
+        x = F.layer_norm(tokens.x, tokens.x.shape[-1:], eps=1e-6) if options.stream_norm else tokens.x
+        prefix, patches = x[:, : tokens.prefix], x[:, tokens.prefix :]
+        scale = options.beta * noise[:, :, None]  # (B, n, 1), a standard deviation
+        if options.noise_scale == "rms":
+            scale = scale * patches.detach().float().square().mean(2, keepdim=True).sqrt()
+        noisy = patches + scale.to(x.dtype) * torch.randn_like(patches)
+        return tokens._replace(x=torch.cat([prefix, noisy], 1))
+
+    def capacity(self, tokens: Tokens) -> float | torch.Tensor:
+        """How many tokens can pass free of noise."""
+        share = self.options.capacity
+        if share == "one":
+            return 1.0
+        if share == "drawn":
+            return tokens.count * torch.empty((), device=tokens.x.device).uniform_(0.1, 0.9)
+        return tokens.count * share  # type: ignore[operator, return-value]
+
+    def reduce(self, tokens: Tokens, step: Step) -> Tokens:
+        if step.block in self.config.locations:
+            tokens = take(tokens, top(self.score(tokens, step.block), step.ranked))  # the best first
+        if step.leaving < step.ranked:
+            groups = self.groups(step.ranked, tokens.x.device)
+            tokens = remove_similar(tokens, step.ranked - step.leaving, groups, self.config.similar_how == "merge")
+        return tokens
+
+    def groups(self, count: int, device: torch.device) -> torch.Tensor:
+        """The order (count,) whose first half is the group that loses tokens."""
+        if self.config.partition == "sequential":  # the worse half
+            return torch.arange(count, device=device).flip(0)
+        ready: torch.Tensor | None = getattr(self, f"order{count}", None)
+        return order(count, self.config.order, device) if ready is None else ready
+
+    def macs(self, step: Step) -> int:
+        cost = 0
+        if step.block in self.config.locations:
+            layers = self.scorers[str(step.block)].layers
+            per_token = sum(layer.weight.numel() for layer in layers)  # type: ignore[union-attr]
+            cost += step.entering * (per_token + 5 * self.layout.embed_dim * bool(self.options.score_norm))
+        if step.leaving < step.ranked:
+            first, second = halves(torch.arange(step.ranked))
+            cost += len(first) * len(second) * self.layout.embed_dim
+        return cost

@@ -1,0 +1,105 @@
+"""The options of every method as flags of the command line, made from the configs themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import field, make_dataclass
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+from tntprune.config import METHODS, TNT, Config, check_options, find_method, options
+from tntprune.errors import UsageError, UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def _flag(hint: Any) -> Any:
+    """A field's type as the command line takes it: sequences and single values become tuples."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    many = [part for part in parts if get_origin(part) is Sequence]
+    if many:
+        return tuple[get_args(many[0])[0], ...]  # type: ignore[misc]
+    return Union[tuple(part for part in parts if part is not NoneType)]  # noqa: UP007 - made at run time
+
+
+def _metavar(hint: Any) -> str:
+    if get_origin(hint) is tuple:
+        return f"{get_args(hint)[0].__name__.upper()}..."
+    parts = get_args(hint) if get_origin(hint) is Union else (hint,)
+    words = [
+        "|".join(map(str, get_args(part))) if get_origin(part) is Literal else part.__name__.upper() for part in parts
+    ]
+    return "|".join(words)
+
+
+def _fields() -> list[tuple[str, Any, Any]]:
+    found: dict[str, tuple[str, Any, Any]] = {}
+    for config in METHODS.values():
+        hints = get_type_hints(config)
+        for name, entry in options(config).items():
+            if name in found:
+                continue
+            hint = _flag(hints[name])
+            users = [m for m, c in METHODS.items() if name in options(c)]
+            only = "" if len(users) == len(METHODS) else f" [{', '.join(sorted(users))}]"
+            about = tyro.conf.arg(help=entry.metadata["help"] + only, metavar=_metavar(hint))
+            found[name] = (name, Annotated[hint | None, about], field(default=None))
+    return list(found.values())
+
+
+if TYPE_CHECKING:
+
+    class MethodOptions:
+        """Options of the methods; what is not given takes the method's default."""
+else:
+    MethodOptions = make_dataclass("MethodOptions", _fields(), frozen=True)
+    MethodOptions.__doc__ = "Options of the methods; what is not given takes the method's default."
+
+
+def given(flags: MethodOptions) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in vars(flags).items() if value is not None}
+
+
+def config_from(method: str, flags: MethodOptions) -> Config:
+    """A config from its method's name and the flags.
+
+    Raises:
+        UsageError: there is no such method, it lacks an option that was given, or a value is out of range.
+    """
+    kind, chosen = find_method(method), given(flags)
+    check_options(kind, chosen)
+    return kind(**chosen)
+
+
+def apply(model: nn.Module, method: str | None, reducer: str | None, flags: MethodOptions) -> nn.Module:
+    """Put on a model what the flags say: a saved reduction, one that needs no training, or none.
+
+    Raises:
+        UsageError: options without a method, or a method that is not the saved one.
+        UserError: the method has to be trained first, or the reduction does not fit.
+    """
+    from tntprune.checkpoint import load_, read
+    from tntprune.methods.base import implementation
+    from tntprune.reduce import reduce_
+
+    if reducer is not None:
+        saved = read(reducer)[0].method
+        if method not in (None, saved):
+            raise UsageError(f"--method {method}, but {reducer} holds {saved}; expected --method {saved}, or none")
+        return load_(model, reducer, **given(flags))
+    if method is None:
+        if given(flags):
+            name = next(iter(given(flags))).replace("_", "-")
+            raise UsageError(f"--{name} was given without --method or --reducer; expected one of them")
+        return model
+    config = config_from(method, flags)
+    if implementation(type(config)).trains:
+        raise UserError(f"{method} has to be trained first; expected --reducer RUN, made by tntprune train")
+    return reduce_(model, config)
+
+
+__all__ = ["TNT", "MethodOptions", "apply", "config_from", "given"]

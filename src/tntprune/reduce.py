@@ -1,0 +1,78 @@
+"""Putting a reduction on a model, and taking it off again."""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from tntprune.backbones.base import Reduced, find_backbone
+from tntprune.config import Config
+from tntprune.errors import UserError
+from tntprune.methods.base import Method, implementation
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def reduce_(model: Model, config: Config) -> Model:
+    """Make a model drop or merge tokens, in place. A reduction that is already there is replaced.
+
+    The model's class is swapped for a static subclass and a submodule `reduction` is added; its own parameters and
+    their names stay as they are, so that compile, export, deepcopy and saving go on working.
+
+    Args:
+        model: A supported model, see `tntprune info`.
+        config: What to do: `TNT(at=3, keep=0.5)`, for example.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: the model is not supported, or the method cannot be applied to it, and why.
+        UsageError: the config does not fit the model.
+    """
+    backbone = find_backbone(model)
+    layout = backbone.layout(model)
+    kind = implementation(type(config))
+    if reason := kind.obstacle(layout):
+        raise UserError(f"{config.method} cannot be applied here: {reason}")
+    method = kind(config, layout).train(model.training)
+    method.to(next(model.parameters()).device)
+    if type(model) in backbone.swaps:
+        model.__class__ = backbone.swaps[type(model)]  # type: ignore[assignment]
+    model.reduction = method
+    return model
+
+
+def restore_(model: Model) -> Model:
+    """Take the reduction off, in place: the base model again, bit for bit. A model without one stays as it is."""
+    if isinstance(model, Reduced):
+        del model.reduction
+        swaps = find_backbone(model).swaps
+        model.__class__ = next(plain for plain, reduced in swaps.items() if reduced is type(model))  # type: ignore[assignment]
+    return model
+
+
+def base_of(model: Model) -> Model:
+    """The unpruned model as a second object that shares every weight with the first."""
+    base = copy.copy(model)
+    base._modules = dict(model._modules)
+    return restore_(base)
+
+
+def reduction_of(model: nn.Module) -> Method:
+    """The method of a reduced model.
+
+    Raises:
+        UserError: the model is not reduced.
+    """
+    if not isinstance(model, Reduced):
+        raise UserError(f"{type(model).__name__} is not reduced; call tntprune.reduce_ first")
+    return model.reduction
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's weights lie."""
+    return next(model.parameters()).device

@@ -1,0 +1,210 @@
+"""A training that lives in a folder: its log, its checkpoints, and how it goes on after an interruption."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as to_bytes
+from torch import nn
+
+from tntprune.batches import Source
+from tntprune.checkpoint import FILE, save
+from tntprune.config import to_dict
+from tntprune.errors import UsageError, UserError
+from tntprune.reduce import reduction_of
+from tntprune.storage import make_folder, read_metadata, read_weights, write
+from tntprune.train import Trainer, Training, fit
+
+STATE, LOG = "checkpoint.safetensors", "log.jsonl"
+
+
+class Stopped(UserError):
+    """A training was interrupted, and its state saved."""
+
+
+def train_run(
+    model: nn.Module,
+    source: Source,
+    training: Training,
+    out: Path,
+    *,
+    resume: bool = False,
+    save_every: int = 50,
+    about: dict[str, Any] | None = None,
+    progress: bool = True,
+) -> Path:
+    """Train a reduced model's scorers, and leave `reducer.safetensors` and `log.jsonl` in a folder.
+
+    Every `save_every` steps, and when it is interrupted, the state goes to `checkpoint.safetensors`; a resumed training
+    continues bit for bit on CPU.
+
+    Args:
+        model: A reduced model.
+        source: Of batches.
+        training: How.
+        out: The folder.
+        resume: Continue what is there.
+        save_every: Steps between checkpoints.
+        about: What else has to be the same in a resumed training: the model's name, the data.
+        progress: Show a bar.
+
+    Returns:
+        The path of the saved reduction.
+
+    Raises:
+        UsageError: the folder holds a training and `resume` was not asked for, or the other way round, or its options
+            were others.
+        Stopped: it was interrupted by Ctrl-C or SIGTERM.
+        UserError: something cannot be read or written.
+    """
+    if save_every < 1:
+        raise UsageError(f"save_every={save_every}: expected 1 step or more")
+    options = {"reduction": to_dict(reduction_of(model).config), "training": asdict(training), **(about or {})}
+    options = json.loads(json.dumps(options))
+    first = _find_start(out, resume, options)
+    if first is None:
+        return out / FILE
+    make_folder(out)
+    total = training.epochs * source.per_epoch
+    trainer = Trainer(model, training, total)
+    if first:
+        _load_state(out / STATE, trainer)
+    log = _open_log(out / LOG, first)
+    begin = time.perf_counter()
+    with log, _interrupts() as interrupted:
+
+        def after(step: int, loss: float, trainer: Trainer) -> None:
+            rate = trainer.optimizer.param_groups[0]["lr"]
+            seconds = round(time.perf_counter() - begin, 3)
+            line = {"step": step, "epoch": (step - 1) // source.per_epoch + 1, "loss": loss, "lr": rate, "seconds": seconds}
+            try:
+                log.write(json.dumps(line) + "\n")
+                log.flush()
+            except OSError as error:
+                raise UserError(f"{out / LOG}: cannot be written ({error.strerror}); continue with --resume") from None
+            if step < total and (interrupted or step % save_every == 0):
+                _save_state(out / STATE, trainer, step, options)
+            if interrupted and step < total:
+                raise Stopped(f"stopped after step {step} of {total}; nothing is lost, continue with --resume")
+
+        fit(model, source, training, first, trainer, after, progress)
+    path = save(model, out)
+    (out / STATE).unlink(missing_ok=True)
+    return path
+
+
+def _find_start(out: Path, resume: bool, options: dict[str, Any]) -> int | None:
+    """The steps that are done; None if all are.
+
+    Raises:
+        UsageError: see `train_run`.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out}: a file; expected a folder")
+    finished, state = (out / FILE).exists(), (out / STATE).exists()
+    if not resume:
+        if finished or state or (out / LOG).exists():
+            raise UsageError(f"{out}: holds a training already; expected another --out, or --resume to continue it")
+        return 0
+    if finished:
+        return None
+    if not state:
+        if (out / LOG).exists():  # it was interrupted before its first checkpoint
+            return 0
+        raise UsageError(f"{out}: no training to continue; start one without --resume")
+    about = read_metadata(out / STATE)
+    before = json.loads(about.get("options", "{}"))
+    changed = _differences(before, options)
+    if changed:
+        raise UsageError(f"{out}: was started with {changed[0]}; expected the same options to continue it")
+    return int(about["step"])
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> list[str]:
+    found = []
+    for key in sorted(set(before) | set(now)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += _differences(old, new, f"{key}.")
+        elif old != new:
+            found.append(f"{path}{key}={old}, not {new}")
+    return found
+
+
+def _save_state(path: Path, trainer: Trainer, step: int, options: dict[str, Any]) -> None:
+    names = {id(parameter): name for name, parameter in trainer.method.named_parameters()}
+    tensors = {f"method.{name}": value for name, value in trainer.method.state_dict().items()}
+    for group in trainer.optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in trainer.optimizer.state[parameter].items():
+                tensors[f"{key}.{names[id(parameter)]}"] = value
+    about = {"step": str(step), "options": json.dumps(options)}
+    write(path, to_bytes({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, metadata=about))
+
+
+def _load_state(path: Path, trainer: Trainer) -> None:
+    tensors = read_weights(path)
+    prefix = "method."
+    try:
+        trainer.method.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+    except RuntimeError as error:
+        raise UserError(f"{path}: does not fit the model ({str(error).splitlines()[-1].strip()[:100]})") from None
+    for name, parameter in trainer.method.named_parameters():
+        keys = [key for key in tensors if key.endswith(f".{name}") and not key.startswith(prefix)]
+        device = {key: "cpu" if key.startswith("step.") else parameter.device for key in keys}
+        state = {key.removesuffix(f".{name}"): tensors[key].to(device[key]) for key in keys}
+        trainer.optimizer.state[parameter] = state
+
+
+def _open_log(path: Path, first: int) -> Any:
+    """The log, without lines of steps that were done after the last checkpoint and will be done again."""
+    try:
+        if path.exists():
+            lines = [line for line in path.read_text().splitlines(keepends=True) if _step(line) in range(1, first + 1)]
+            write(path, "".join(lines).encode())
+        return open(path, "a")  # noqa: SIM115 - closed by the caller's `with`
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); expected a folder that can be written") from None
+
+
+def _step(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # half a line, from a machine that lost power
+        return 0
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """A list that gets an entry at the first Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once."""
+    seen: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    try:
+        old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread, where signals cannot be caught
+        yield seen
+        return
+    try:
+        yield seen
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def workers_ignore_interrupts(worker: int) -> None:
+    """For loader processes: Ctrl-C is for the training to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)

@@ -1,0 +1,97 @@
+"""Writing files so that nothing is ever half there, and reading weights so that no code in them runs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from tntprune.errors import UserError
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made ({error.strerror}); expected a folder that can be written") from None
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: to a temporary name beside it, synced, and renamed.
+
+    Raises:
+        UserError: the disk is full or the folder cannot be written; an older file of that name is left as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error.strerror}); nothing that was there is lost") from None
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The text entries of a safetensors file.
+
+    Raises:
+        UserError: it is missing or broken.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from None
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a .safetensors file, or of a .pth, .pt or .bin that holds nothing but tensors.
+
+    A checkpoint of a training is unwrapped: what lies under `model` or `state_dict` is taken.
+
+    Raises:
+        UserError: the file is missing, truncated, of another kind, holds code, or has values that are not finite.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: {'not a file' if path.exists() else 'no such file'}; expected weights (.safetensors, .pth)")
+    try:
+        loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path}: holds more than tensors, or is broken, and was not loaded because it could run code; "
+            "expected a .safetensors file"
+        ) from None
+    except (OSError, SafetensorError, EOFError, RuntimeError, ValueError, KeyError) as error:
+        raise _unreadable(path, error) from None
+    for name in ("model", "state_dict"):
+        if isinstance(loaded, dict) and isinstance(loaded.get(name), dict):
+            loaded = loaded[name]
+    tensors = isinstance(loaded, dict) and loaded and all(isinstance(v, torch.Tensor) for v in loaded.values())
+    if not tensors:
+        raise UserError(f"{path}: no weights in it; expected tensors by name")
+    for name, value in loaded.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise UserError(f"{path}: {name} holds NaN or infinity; expected finite weights")
+    return dict(loaded)
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return UserError(f"{path}: cannot be read, broken or of another kind ({reason[:120]}); expected a .safetensors file")

@@ -1,0 +1,119 @@
+"""The tokens that travel from block to block, and the pure functions that select and merge them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class Tokens(NamedTuple):
+    """The state that one block hands to the next. Nothing of it lives on a module.
+
+    Args:
+        x: (B, prefix + n, D), the prefix tokens (CLS, distillation, registers) first.
+        index: (B, n), each patch token's place in the original grid, row by row.
+        prefix: How many prefix tokens there are.
+        size: (B, n), how many patches a token stands for, or None as long as nothing was merged.
+        source: (B, N), for every original patch the position in `index` of the token that carries it, or -1 where it
+            was dropped. None unless somebody records.
+    """
+
+    x: torch.Tensor
+    index: torch.Tensor
+    prefix: int
+    size: torch.Tensor | None = None
+    source: torch.Tensor | None = None
+
+    @property
+    def patches(self) -> torch.Tensor:
+        """(B, n, D), without the prefix tokens."""
+        return self.x[:, self.prefix :]
+
+    @property
+    def count(self) -> int:
+        """n, the number of patch tokens."""
+        return self.x.shape[1] - self.prefix
+
+
+def start(x: torch.Tensor, prefix: int, follow: bool = False) -> Tokens:
+    """Tokens as they leave the embedding.
+
+    Args:
+        x: (B, prefix + N, D).
+        prefix: How many prefix tokens there are.
+        follow: Also keep `source`.
+    """
+    index = torch.arange(x.shape[1] - prefix, device=x.device).expand(x.shape[0], -1)  # (B, N)
+    return Tokens(x, index, prefix, source=index if follow else None)
+
+
+def pick(values: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Rows by position: (B, n, ...) and (B, k) give (B, k, ...). Faster on CPU than a gather with an expanded index."""
+    return values[torch.arange(len(values), device=values.device)[:, None], position]
+
+
+def take(tokens: Tokens, keep: torch.Tensor) -> Tokens:
+    """Keep some patch tokens and all prefix tokens, with one gather.
+
+    Args:
+        tokens: n patch tokens.
+        keep: (B, k), positions among the patch tokens, in the order in which they are to stand.
+    """
+    prefix = torch.arange(tokens.prefix, device=keep.device).expand(len(keep), -1)
+    return Tokens(
+        x=pick(tokens.x, torch.cat([prefix, keep + tokens.prefix], 1)),  # (B, prefix + k, D)
+        index=tokens.index.gather(1, keep),  # (B, k)
+        prefix=tokens.prefix,
+        size=None if tokens.size is None else tokens.size.gather(1, keep),
+        source=None if tokens.source is None else _follow(tokens.source, keep, tokens.count),
+    )
+
+
+def merge(tokens: Tokens, source: torch.Tensor, target: torch.Tensor) -> Tokens:
+    """Fold tokens into others, weighted by how many patches each stands for. The folded ones still have to be dropped.
+
+    Args:
+        tokens: n patch tokens.
+        source: (B, r), positions of the tokens to fold, none of them a target.
+        target: (B, r), the position into which each goes; several may go into one.
+    """
+    size = torch.ones_like(tokens.index, dtype=tokens.x.dtype) if tokens.size is None else tokens.size
+    x = tokens.patches
+    lands = F.one_hot(target, tokens.count).to(x.dtype).transpose(1, 2)  # (B, n, r); a matmul exports and is exact
+    extra = pick(size, source)  # (B, r)
+    total = size + (lands @ extra[:, :, None]).squeeze(2)  # (B, n)
+    folded = lands @ (pick(x, source) * extra[:, :, None])  # (B, n, D)
+    x = torch.where((total > size)[:, :, None], (x * size[:, :, None] + folded) / total[:, :, None], x)
+    carrier = tokens.source
+    if carrier is not None:
+        moved = torch.arange(tokens.count, device=target.device).repeat(len(target), 1).scatter(1, source, target)
+        carrier = torch.where(carrier >= 0, moved.gather(1, carrier.clamp(min=0)), -1)
+    return tokens._replace(x=torch.cat([tokens.x[:, : tokens.prefix], x], 1), size=total, source=carrier)
+
+
+def shuffled(index: torch.Tensor, seed: int) -> torch.Tensor:
+    """A key for each place, to sort places by in an order that depends on nothing but the seed.
+
+    ``x -> x^5 mod 2^31 - 1`` gives different places different keys (5 shares no factor with 2^31 - 2), so no random
+    generator is touched, no tie is left to the device, and every device gets the same order.
+    """
+    prime = 2**31 - 1
+    key = index + 1
+    for salt in (48271, 69621):
+        key = (key * salt + (seed + 1) * 7919 % prime) % prime
+        square = key * key % prime
+        key = square * square % prime * key % prime
+    return key
+
+
+def order(n: int, seed: int, device: torch.device | None = None) -> torch.Tensor:
+    """A seeded permutation of n places, (n,) int64."""
+    return shuffled(torch.arange(n, device=device), seed).argsort()
+
+
+def _follow(source: torch.Tensor, keep: torch.Tensor, count: int) -> torch.Tensor:
+    where = torch.full((len(keep), count), -1, device=keep.device)
+    where = where.scatter(1, keep, torch.arange(keep.shape[1], device=keep.device).expand_as(keep))
+    return torch.where(source >= 0, where.gather(1, source.clamp(min=0)), -1)

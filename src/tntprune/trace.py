@@ -1,0 +1,62 @@
+"""Recording what a reduced model keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tntprune.errors import UserError
+from tntprune.tokens import Tokens
+
+
+@dataclass
+class Trace:
+    """What was kept in the last forward pass.
+
+    Args:
+        kept: For each block after which tokens went (0: before the first), (B, n) patch indices in the original
+            grid, row by row, ascending.
+        carrier: For the same blocks, (B, N): for every patch of the original grid the index of the kept patch whose
+            token carries it (its own where it was kept, another's where it was merged), or -1 where it was dropped.
+    """
+
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    carrier: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, block: int, tokens: Tokens) -> None:
+        """Note the tokens that are left after a block."""
+        if block in self.kept and block <= max(self.kept):  # a new forward pass
+            self.kept.clear()
+            self.carrier.clear()
+        self.kept[block] = tokens.index.detach().sort(1).values
+        if tokens.source is not None:
+            place = tokens.index.gather(1, tokens.source.clamp(min=0))
+            self.carrier[block] = torch.where(tokens.source >= 0, place, -1)
+
+
+@contextmanager
+def record(model: nn.Module) -> Iterator[Trace]:
+    """Record which patches a reduced model keeps, for as long as the context lasts.
+
+    Args:
+        model: A reduced model, or its compiled form.
+
+    Yields:
+        A `Trace` that each forward pass fills anew.
+
+    Raises:
+        UserError: the model is not reduced.
+    """
+    inner: Any = getattr(model, "_orig_mod", model)
+    if not hasattr(inner, "reduction"):
+        raise UserError(f"{type(inner).__name__} is not reduced; call tntprune.reduce_ first")
+    inner.trace = Trace()
+    try:
+        yield inner.trace
+    finally:
+        del inner.trace
