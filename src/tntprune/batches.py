@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -79,11 +80,17 @@ class PhotoSource:
             batch_sampler=_Keys(len(self.photos), self.batch, self.seed, first, last),
             num_workers=self.workers,
             collate_fn=collate,
+            worker_init_fn=ignore_interrupts,
         )
         for batch in loader:
             if batch.bad:
                 raise UserError(batch.bad[0])
             yield batch.images, batch.labels if self.labelled else None
+
+
+def ignore_interrupts(worker: int) -> None:
+    """For the processes that read: Ctrl-C is for the training to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Keys:

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save as to_bytes
 from torch import nn
 
@@ -203,8 +202,3 @@ def _interrupts() -> Iterator[list[int]]:
         for number, handler in old.items():
             signal.signal(number, handler)
 
-
-def workers_ignore_interrupts(worker: int) -> None:
-    """For loader processes: Ctrl-C is for the training to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)

@@ -57,7 +57,7 @@ def schedule(config: Config, patches: int, depth: int) -> tuple[Step, ...]:
         raise UsageError("at=0 with similar_at='start': both act before block 1; expected similar_at='score' or at=1")
     steps: list[Step] = []
     count = patches
-    if similar and at_start:
+    if at_start and min(similar, patches // 2):
         count -= min(similar, patches // 2)
         steps.append(Step(0, patches, patches, count))
     for at, amount in zip(config.locations, config.amounts, strict=True):
