@@ -35,10 +35,10 @@ BACKBONES: dict[str, Callable[[], torch.nn.Module]] = {
     "non_square": lambda: VisionTransformer(**{**SMALL, "img_size": (24, 40)}),
     "dynamic": lambda: VisionTransformer(**SMALL, dynamic_img_size=True),
     "patch_8x4": lambda: VisionTransformer(**{**SMALL, "patch_size": (8, 4)}),
-    "test_vit": lambda: timm.create_model("test_vit", num_classes=7),
-    "test_vit2": lambda: timm.create_model("test_vit2", num_classes=7),
-    "test_vit3": lambda: timm.create_model("test_vit3", num_classes=7),
-    "test_vit4": lambda: timm.create_model("test_vit4", num_classes=7),
+    "test_vit": lambda: timm.create_model("test_vit", num_classes=7, img_size=64),
+    "test_vit2": lambda: timm.create_model("test_vit2", num_classes=7, img_size=64),
+    "test_vit3": lambda: timm.create_model("test_vit3", num_classes=7, img_size=64),
+    "test_vit4": lambda: timm.create_model("test_vit4", num_classes=7, img_size=64),
 }
 
 

@@ -123,10 +123,15 @@ class LoaderSource:
     def batches(self, first: int, last: int) -> Iterator[Pair]:
         step = 0
         while step < last:
+            before = step
             for item in self.loader:
-                images, labels = item[:2] if isinstance(item, list | tuple) else (item, None)
+                images, labels = (*item, None)[:2] if isinstance(item, list | tuple) else (item, None)
+                if not isinstance(images, torch.Tensor):
+                    raise UserError(f"the loader gives a {type(images).__name__}; expected images, or (images, labels)")
                 if first <= step < last:
                     yield images, labels
                 step += 1
                 if step >= last:
                     return
+            if step == before:
+                raise UserError(f"the loader gave nothing after {step} batches; expected one that can be used again")

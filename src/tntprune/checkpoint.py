@@ -14,7 +14,7 @@ import tntprune
 from tntprune.backbones.base import find_backbone
 from tntprune.config import Config, from_dict, to_dict
 from tntprune.errors import UserError
-from tntprune.reduce import reduce_, reduction_of
+from tntprune.reduce import base_of, reduce_, reduction_of
 from tntprune.storage import make_folder, read_metadata, read_weights, write
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -67,18 +67,17 @@ def load_(model: Model, source: str | Path, **changes: Any) -> Model:
     config, tensors, path = read(source)
     if changes:
         config = config.changed(**changes)
-    made_for = json.loads(read_metadata(path)["backbone"])
+    made_for = _parse(path, read_metadata(path)["backbone"])
     layout = find_backbone(model).layout(model)
     for name, value in made_for.items():
-        if getattr(layout, name) != value:
-            raise UserError(f"{path}: made for a model of {name} {value}, given one of {getattr(layout, name)}")
-    reduce_(model, config)
-    method = reduction_of(model)
+        if getattr(layout, name, None) != value:
+            raise UserError(f"{path}: made for a model of {name} {value}, given one of {getattr(layout, name, None)}")
+    method = reduction_of(reduce_(base_of(model), config))  # the model itself stays as it is if this does not fit
     wanted = {name: value.shape for name, value in method.state_dict().items()}
     if wanted != {name: value.shape for name, value in tensors.items()}:
         odd = sorted(set(wanted) ^ set(tensors)) or ["shapes"]
         raise UserError(f"{path}: does not fit its own configuration ({odd[0]}); expected what tntprune.save writes")
-    method.load_state_dict(tensors)
+    reduction_of(reduce_(model, config)).load_state_dict(tensors)
     return model
 
 
@@ -94,7 +93,17 @@ def read(source: str | Path) -> tuple[Config, dict[str, torch.Tensor], Path]:
         raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
     tensors = read_weights(path)
     tensors.pop(EMPTY, None)
-    return from_dict(json.loads(about["config"])), tensors, path
+    return from_dict(_parse(path, about["config"])), tensors, path
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
+    return data
 
 
 def _locate(source: str | Path) -> Path:
@@ -115,5 +124,5 @@ def _locate(source: str | Path) -> Path:
     try:
         return Path(hf_hub_download(str(source), FILE))
     except Exception as error:  # whatever the Hub's client raises: no network, no repository, no such file
-        reason = str(error).strip().splitlines()[0][:120]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise UserError(f"{source}: no such folder here, and the Hub gave none ({reason}); expected a folder or a Hub id") from None

@@ -33,7 +33,9 @@ def demo(out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("demo"), seed
     from dataclasses import asdict
 
     from tntprune.demo import demo as run
+    from tntprune.train import MAX_SEED, check_whole
 
+    check_whole("seed", seed, 0, MAX_SEED)
     found = run(out, seed)
     _tell(json, {**asdict(found), "report": str(found.report)}, f"{found}\n\nThe report is {found.report}")
     return 0
@@ -80,7 +82,8 @@ def macs(model: Model, method: MethodName = None, reduction: MethodOptions = Met
     if method is not None:
         reduce_(built, config_from(method, reduction))
     elif given(reduction):
-        raise UsageError(f"--{next(iter(given(reduction)))} was given without --method; expected --method tnt, for example")
+        name = next(iter(given(reduction))).replace("_", "-")
+        raise UsageError(f"--{name} was given without --method; expected --method tnt, for example")
     found = count(built)
     _tell(json, asdict(found), str(found))
     return 0
@@ -150,14 +153,17 @@ def evaluate(
     from tntprune.data import default_workers, labelled_photos
     from tntprune.evaluate import evaluate as run
     from tntprune.models import load_model
+    from tntprune.train import MAX_SEED, check_whole
 
-    if batch_size < 1:
-        raise UsageError(f"--batch-size {batch_size}: expected 1 or more")
+    workers = default_workers() if workers is None else workers
+    check_whole("batch_size", batch_size, 1)
+    check_whole("workers", workers, 0)
+    check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
     built = apply(load_model(model, weights, device), method, reducer, reduction)
     found, bad = run(
         built, labelled_photos(data, built), batch_size=batch_size,
-        workers=default_workers() if workers is None else workers, on_bad_image=on_bad_image, compare=compare,
+        workers=workers, on_bad_image=on_bad_image, compare=compare,
     )  # fmt: skip
     for line in bad:
         print(f"skipped {line}", file=sys.stderr)
@@ -199,7 +205,9 @@ def show(
     from tntprune.backbones.base import Reduced
     from tntprune.draw import photo_maps, sheet, write_picture
     from tntprune.models import load_model
+    from tntprune.train import MAX_SEED, check_whole
 
+    check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
     if not photos:
         raise UsageError("no photo given; expected one or more")

@@ -195,7 +195,8 @@ class TNT(Config):
         for block in self.noise_blocks or ():  # type: ignore[union-attr]
             _check(_is_int(block) and block >= 0, f"noise_blocks: {block} given; expected block numbers, 0 or larger")
         _check(self.noise_blocks != (), "noise_blocks: none given; expected at least one block")
-        _check(self.hidden is None or self.hidden > 0, f"hidden={self.hidden}: expected a width above 0")
+        width = self.hidden is None or (_is_int(self.hidden) and self.hidden > 0)
+        _check(width, f"hidden={self.hidden}: expected a width above 0")
         _check(self.beta is None or (_is_number(self.beta) and self.beta > 0), f"beta={self.beta}: expected above 0")
         share = _is_number(self.capacity) and 0 < self.capacity <= 1  # type: ignore[operator]
         _check(

@@ -157,7 +157,7 @@ def fixed_randomness(*key: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         seed = random.Random(repr(key)).getrandbits(63)
         random.seed(seed)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPU's, for good
         try:
             yield
         finally:

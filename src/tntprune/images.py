@@ -47,20 +47,21 @@ def read_image(path: Path, mode: Literal["RGB", "L"] = "RGB", upright: bool = Fa
                 raise BadImage(f"{path}: {width} x {height} pixels; expected at most {MAX_PIXELS // 10**6} megapixels")
             image.load()
             whole: Image.Image = ImageOps.exif_transpose(image) if upright else image
-            return _convert(path, whole, mode)
+            sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
+            return _convert(path, whole, mode, sixteen)
     except UnidentifiedImageError:
         raise BadImage(f"{path}: not an image that can be read; expected {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError:
         raise BadImage(f"{path}: too many pixels; expected at most {MAX_PIXELS // 10**6} megapixels") from None
-    except (OSError, SyntaxError, ValueError, EOFError) as error:  # what Pillow's decoders raise on broken files
+    except Exception as error:  # Pillow's decoders raise a dozen kinds on broken files
         if isinstance(error, BadImage):
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise BadImage(f"{path}: cannot be read ({reason or type(error).__name__}); replace or remove it") from None
 
 
-def _convert(path: Path, image: Image.Image, mode: Literal["RGB", "L"]) -> Image.Image:
-    if image.mode.startswith("I;16"):
+def _convert(path: Path, image: Image.Image, mode: Literal["RGB", "L"], sixteen: bool) -> Image.Image:
+    if sixteen:
         scaled = np.asarray(image, dtype=np.float32) / 257  # 65535 becomes 255
         image = Image.fromarray(scaled.round().astype(np.uint8))
     elif image.mode in ("I", "F"):
@@ -85,5 +86,5 @@ def find_images(folder: Path) -> list[Path]:
 def _walk(folder: Path) -> Iterator[Path]:
     for path in folder.rglob("*"):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.suffix.lower() in SUFFIXES and not hidden and path.is_file():
+        if path.suffix.lower() in SUFFIXES and not hidden and (path.is_file() or path.is_symlink()):
             yield path

@@ -22,7 +22,7 @@ def check_name(name: str) -> None:
     Raises:
         UsageError: with the nearest names there are.
     """
-    if name in ("vit16", "digits_vit") or timm.is_model(name):
+    if name in ("vit16", "digits_vit") or _is_timm(name):
         return
     near = difflib.get_close_matches(name, [*timm.list_models(), "vit16", "digits_vit"], n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() lists what there is"
@@ -74,14 +74,17 @@ def load_weights(model: nn.Module, path: Path, name: str) -> None:
     Raises:
         UserError: they are broken or belong to another model.
     """
-    tensors = read_weights(path)
+    tensors = loaded = read_weights(path)
     try:
         if hasattr(model, "patch_embed"):
-            tensors = checkpoint_filter_fn(tensors, model)
+            tensors = checkpoint_filter_fn(loaded, model)
     except Exception as error:  # timm's filter fails in many ways on weights of another kind of model
-        raise UserError(f"{path}: not weights of {name} ({str(error).splitlines()[0][:100]})") from None
+        raise UserError(f"{path}: not weights of {name} ({_first_line(error)})") from None
     wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     given = {key: tuple(value.shape) for key, value in tensors.items()}
+    patch = loaded.get("patch_embed.proj.weight")
+    if patch is not None and patch.ndim == 4:  # timm resamples patches of another size too, without a word
+        given["patch_embed.proj.weight"] = tuple(patch.shape)
     if missing := sorted(set(wanted) - set(given)):
         raise UserError(f"{path}: not weights of {name}: {len(missing)} tensors are missing, {missing[0]} for one")
     if extra := sorted(set(given) - set(wanted)):
@@ -100,11 +103,23 @@ def check_device(device: str) -> torch.device:
     """
     try:
         target = torch.device(device)
-        torch.empty(0, device=target)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0][:100]
+        torch.empty(1, device=target).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = _first_line(error)
         raise UsageError(f"device {device!r} cannot be used ({reason}); expected cpu, cuda or mps") from None
     return target
+
+
+def _is_timm(name: str) -> bool:
+    try:
+        timm.get_pretrained_cfg(name)  # raises on a tag that the model does not have
+    except RuntimeError:
+        return False
+    return bool(timm.is_model(name))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
 
 
 def _build(name: str) -> nn.Module:
@@ -122,8 +137,7 @@ def _fetch(name: str) -> nn.Module:
     try:
         return timm.create_model(name, pretrained=True)
     except Exception as error:  # no network, no such repository, a proxy: the Hub's client has a dozen of these
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"{name}: pretrained weights could not be fetched from the Hub ({lines[0][:100]}); "
+            f"{name}: pretrained weights could not be fetched from the Hub ({_first_line(error)}); "
             "expected a connection, or --weights FILE with weights on this machine"
         ) from None

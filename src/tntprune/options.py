@@ -60,8 +60,15 @@ else:
 
 
 def given(flags: MethodOptions) -> dict[str, Any]:
-    """The options that were given."""
-    return {name: value for name, value in vars(flags).items() if value is not None}
+    """The options that were given.
+
+    Raises:
+        UsageError: one that takes values was given none.
+    """
+    found = {name: value for name, value in vars(flags).items() if value is not None}
+    if empty := [name for name, value in found.items() if value == ()]:
+        raise UsageError(f"{empty[0]}: no value given; expected one or more")
+    return found
 
 
 def config_from(method: str, flags: MethodOptions) -> Config:

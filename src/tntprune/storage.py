@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -44,8 +45,10 @@ def write(path: Path, data: bytes) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written ({error.strerror}); nothing that was there is lost") from None
+    finally:
+        with suppress(OSError):  # nothing is left of it, or it could not even be opened
+            temporary.unlink(missing_ok=True)
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -78,7 +81,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
             f"{path}: holds more than tensors, or is broken, and was not loaded because it could run code; "
             "expected a .safetensors file"
         ) from None
-    except (OSError, SafetensorError, EOFError, RuntimeError, ValueError, KeyError) as error:
+    except Exception as error:  # torch.load fails in a dozen ways on broken files
         raise _unreadable(path, error) from None
     for name in ("model", "state_dict"):
         if isinstance(loaded, dict) and isinstance(loaded.get(name), dict):
@@ -87,7 +90,11 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     if not tensors:
         raise UserError(f"{path}: no weights in it; expected tensors by name")
     for name, value in loaded.items():
-        if value.is_floating_point() and not bool(value.isfinite().all()):
+        try:
+            finite = not value.is_floating_point() or bool(value.isfinite().all())
+        except RuntimeError as error:  # sparse, meta or 8-bit floats
+            raise _unreadable(path, error) from None
+        if not finite:
             raise UserError(f"{path}: {name} holds NaN or infinity; expected finite weights")
     return dict(loaded)
 

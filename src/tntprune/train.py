@@ -23,6 +23,19 @@ from tntprune.errors import UsageError, UserError
 from tntprune.reduce import base_of, device_of, reduction_of
 
 Model = TypeVar("Model", bound=nn.Module)
+MAX_SEED = 2**32 - 1  # times the step's number it still fits torch's 64 bits
+
+
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Refuse what is not a whole number in a range.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        limits = f"{least} or larger" if most is None else f"{least} to {most}"
+        raise UsageError(f"{name}={value}: expected a whole number, {limits}")
 
 
 @dataclass(frozen=True)
@@ -48,12 +61,16 @@ class Training:
     amp: Literal["none", "bf16"] = "none"
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("batch_size", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name}={getattr(self, name)}: expected a whole number, {least} or larger")
-        if not (math.isfinite(self.lr) and self.lr > 0):
+        check_whole("epochs", self.epochs, 1)
+        check_whole("batch_size", self.batch_size, 1)
+        check_whole("seed", self.seed, 0, MAX_SEED)
+        for name in ("lr", "weight_decay", "warmup"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise UsageError(f"{name}={value}: expected a number")
+        if self.lr <= 0:
             raise UsageError(f"lr={self.lr}: expected a rate above 0")
-        if not 0 <= self.weight_decay < math.inf:
+        if self.weight_decay < 0:
             raise UsageError(f"weight_decay={self.weight_decay}: expected 0 or more")
         if not 0 <= self.warmup < 1:
             raise UsageError(f"warmup={self.warmup}: expected a share from 0 to below 1")
@@ -164,6 +181,7 @@ def fit(
     total = training.epochs * source.per_epoch
     devices = [device_of(model)] if device_of(model).type == "cuda" else []
     with frozen(model), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(training.seed)  # a shuffling loader of the user's draws its order before the first step
         trainer = trainer or Trainer(model, training, total)
         bar = tqdm(total=total, initial=first, unit="step", disable=not progress, desc="training")
         average = math.nan
@@ -180,10 +198,17 @@ def fit(
 
 
 def photo_source(model: nn.Module, folder: Path, training: Training, labelled: bool, workers: int | None) -> PhotoSource:
-    """A folder of photos, augmented, for training."""
+    """A folder of photos, augmented, for training.
+
+    Raises:
+        UsageError: the number of workers is below 0.
+        UserError: there are no such photos.
+    """
+    workers = default_workers() if workers is None else workers
+    check_whole("workers", workers, 0)
     found = labelled_photos(folder, model) if labelled else all_photos(folder)
     photos = Photos(found, transform_for(model, augment=True), input_mode(model), training.seed)
-    return PhotoSource(photos, training.batch_size, training.seed, default_workers() if workers is None else workers, labelled)
+    return PhotoSource(photos, training.batch_size, training.seed, workers, labelled)
 
 
 def calibrate_(

@@ -29,7 +29,8 @@ class Scorer(nn.Module):
 
     def __init__(self, widths: tuple[int, ...], generator: torch.Generator) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        linears = (nn.utils.skip_init(nn.Linear, a, b) for a, b in pairwise(widths))  # type: ignore[arg-type]
+        self.layers = nn.ModuleList(linears)  # without torch's own start, which would draw from the global generator
         for layer in self.layers:
             nn.init.trunc_normal_(layer.weight, std=0.02, generator=generator)
             nn.init.zeros_(layer.bias)

@@ -1,0 +1,220 @@
+"""What must hold for every method on every kind of backbone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import BACKBONES, make, photos_for
+
+import tntprune
+from tntprune.config import METHODS, TNT, Random
+from tntprune.reduce import reduce_, reduction_of, restore_
+
+CONFIGS = {
+    "random": Random(at=2, keep=0.5),
+    "random-several": Random(at=(1, 3), keep=(0.8, 0.5)),
+    "random-start": Random(at=0, tokens=9),
+    "tnt": TNT(at=2, keep=0.5),
+    "tnt-paper": TNT(at=2, keep=0.5, recipe="paper"),
+    "tnt-mlp": TNT(at=2, keep=0.5, scorer="mlp"),
+    "tnt-similar": TNT(at=3, keep=0.5, similar=5),
+    "tnt-merge": TNT(at=3, keep=0.5, similar=5, similar_how="merge"),
+    "tnt-sequential": TNT(at=3, keep=0.5, similar=5, partition="sequential"),
+    "tnt-several": TNT(at=(1, 2, 4), keep=(0.9, 0.8, 0.5), similar=6),
+    "tnt-several-merge": TNT(at=(1, 2), keep=0.8, similar=6, similar_how="merge"),
+    "tnt-similar-each": TNT(at=(1, 2), keep=0.8, similar=3, similar_at="score"),
+    "tnt-only-similar": TNT(at=2, keep=0.9, similar=25),
+    "tnt-embedding": TNT(at=0, tokens=9, noise_blocks=(0, 1)),
+}
+
+
+def test_every_method_is_in_the_matrix():
+    assert {config.method for config in CONFIGS.values()} == set(METHODS)
+
+
+@pytest.fixture(params=list(CONFIGS))
+def config(request):
+    return CONFIGS[request.param]
+
+
+def run(model, images):
+    with torch.inference_mode():
+        return model(images)
+
+
+def stirred(model, config):
+    """A reduced model whose scorers are not near zero, so that scores differ."""
+    reduce_(model, config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in reduction_of(model).parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def test_restore_gives_back_the_base_bit_for_bit(model, config):
+    images = photos_for(model)
+    before, names, kind = run(model, images), list(model.state_dict()), type(model)
+    stirred(model, config)
+    assert isinstance(model, kind) and type(model) is not kind
+    assert [name for name in model.state_dict() if not name.startswith("reduction.")] == names
+    assert not torch.equal(run(model, images), before)
+    restore_(model)
+    assert type(model) is kind and list(model.state_dict()) == names
+    assert torch.equal(run(model, images), before)
+    assert restore_(model) is model
+
+
+def test_keep_one_is_the_base_bit_for_bit(model, config):
+    images = photos_for(model)
+    before = run(model, images)
+    changes = {"similar": 0} if isinstance(config, TNT) else {}
+    reduce_(model, config.changed(keep=1.0, **changes))
+    assert torch.equal(run(model, images), before)
+
+
+def test_kept_patches_are_unique_in_range_counted_and_really_those(model, config):
+    images = photos_for(model)
+    stirred(model, config)
+    layout = reduction_of(model).layout
+    plan = reduction_of(model).plan(layout.patches)
+    entered = []
+    hooks = [block.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[1])) for block in model.blocks]
+    with tntprune.record(model) as trace:
+        run(model, images)
+    for hook in hooks:
+        hook.remove()
+    assert list(trace.kept) == list(plan)
+    grid = set(range(layout.patches))
+    for block, step in plan.items():
+        kept = trace.kept[block]
+        assert kept.shape == (len(images), step.leaving)
+        for row in kept.tolist():
+            assert len(set(row)) == step.leaving and set(row) <= grid and row == sorted(row)
+        assert torch.equal(trace.carrier[block].gather(1, kept), kept)  # each carries itself
+        dropped = trace.carrier[block] == -1
+        if not (isinstance(config, TNT) and config.similar_how == "merge"):
+            assert dropped.sum() == len(images) * (layout.patches - step.leaving)
+    blocks = sorted(plan)
+    for early, late in zip(blocks, blocks[1:]):
+        for first, second in zip(trace.kept[early].tolist(), trace.kept[late].tolist()):
+            assert set(second) <= set(first)
+    assert [n - layout.prefix for n in entered] == tntprune.macs(model).tokens
+
+
+def test_an_image_does_not_depend_on_its_batch_or_on_the_global_generator(model, config):
+    images = photos_for(model, 5)
+    stirred(model, config)
+    torch.manual_seed(1)
+    whole = run(model, images)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    alone = torch.cat([run(model, images[i : i + 1]) for i in range(5)])
+    turned = run(model, images.flip(0)).flip(0)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.testing.assert_close(whole, alone, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(whole, turned, atol=1e-5, rtol=1e-4)
+
+
+def test_prefix_tokens_come_first_and_pass_untouched(model, config):
+    stirred(model, config)
+    method = reduction_of(model)
+    prefix = method.layout.prefix
+    seen = []
+
+    def spy(module, args, out):
+        tokens = args[0]
+        seen.append(torch.equal(tokens.x[:, :prefix], out.x[:, :prefix]) and out.x.shape[1] == out.count + prefix)
+
+    handle = method.register_forward_hook(spy)
+    run(model, photos_for(model))
+    handle.remove()
+    assert len(seen) == len(model.blocks) + 1 and all(seen)
+
+
+def test_a_copy_is_independent_and_equal(model, config):
+    images = photos_for(model)
+    stirred(model, config)
+    twin = copy.deepcopy(model)
+    assert torch.equal(run(twin, images), run(model, images))
+    restore_(twin)
+    assert tntprune.macs(model).macs < tntprune.macs(twin).macs
+
+
+@pytest.mark.parametrize("name", ["random", "tnt", "tnt-mlp"])
+@pytest.mark.parametrize("kind", ["plain", "no_cls", "distilled"])
+def test_kept_sets_are_nested(kind, name):
+    model = make(kind)
+    images = photos_for(model)
+    stirred(model, CONFIGS[name])
+    learned = reduction_of(model).state_dict()
+    smaller: list[set[int]] = [set()] * len(images)
+    for keep in (0.1, 0.3, 0.5, 0.8, 0.95):
+        reduce_(model, CONFIGS[name].changed(keep=keep))
+        reduction_of(model).load_state_dict(learned)
+        with tntprune.record(model) as trace:
+            run(model, images)
+        now = [set(row) for row in trace.kept[2].tolist()]
+        assert all(a <= b for a, b in zip(smaller, now))
+        smaller = now
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_dynamic_image_sizes(name):
+    model = make("dynamic")
+    stirred(model, CONFIGS[name])
+    for height, width in ((32, 32), (24, 44), (48, 32)):
+        images = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
+        with tntprune.record(model) as trace:
+            logits = run(model, images)
+        assert logits.shape == (2, 7) and logits.isfinite().all()
+        plan = reduction_of(model).plan(height * width // 16)
+        assert {b: kept.shape[1] for b, kept in trace.kept.items()} == {b: s.leaving for b, s in plan.items()}
+        assert all(int(kept.max()) < height * width // 16 for kept in trace.kept.values())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_half_precision(name):
+    model = stirred(make("plain"), CONFIGS[name])
+    images = photos_for(model)
+    exact = run(model, images)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (run(model, images).float() - exact).abs().mean() < 0.1 * exact.abs().mean() + 0.05
+    assert run(model.to(torch.bfloat16), images.bfloat16()).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["random", "tnt-similar", "tnt-several", "tnt-merge"])
+@pytest.mark.parametrize("kind", ["plain", "distilled", "no_cls", "map_pool"])
+def test_export_gives_what_eager_gives(kind, name):
+    model = stirred(make(kind), CONFIGS[name])
+    images = photos_for(model)
+    program = torch.export.export(model, (images,)).module()
+    with torch.inference_mode():
+        torch.testing.assert_close(program(images), run(model, images), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["random", "tnt-several", "tnt-merge"])
+def test_compiled_in_one_graph_gives_what_eager_gives(name):
+    torch._dynamo.reset()
+    model = stirred(make("plain"), CONFIGS[name])
+    images = photos_for(model)
+    expected = run(model, images)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(compiled, images), expected, atol=1e-5, rtol=1e-4)
+    with tntprune.record(compiled) as trace:
+        run(compiled, images)
+    assert list(trace.kept) == list(reduction_of(model).plan(64))
+    torch.testing.assert_close(run(compiled, images), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_gradient_checkpointing_changes_nothing(kind):
+    model = stirred(make(kind), CONFIGS["tnt-several"])
+    images = photos_for(model).requires_grad_()
+    (plain,) = torch.autograd.grad(model(images).square().sum(), images)
+    model.set_grad_checkpointing(True)
+    (again,) = torch.autograd.grad(model(images).square().sum(), images)
+    torch.testing.assert_close(plain, again)
