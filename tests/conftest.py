@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # before timm is imported: the Hub's client answers at once that it is not there
+
 import pytest
 import timm
 import torch
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # the Hub's client answers at once that it is not there
 torch.set_num_threads(1)
 
 DATA = Path(os.environ.get("TNTPRUNE_DATA", Path(__file__).parents[2] / "shared" / "data"))
@@ -30,8 +31,12 @@ BACKBONES: dict[str, Callable[[], torch.nn.Module]] = {
     "layer_scale": lambda: VisionTransformer(**SMALL, init_values=0.1),
     "qk_norm": lambda: VisionTransformer(**SMALL, qk_norm=True, scale_attn_norm=True),
     "pre_norm": lambda: VisionTransformer(**SMALL, pre_norm=True),
-    "post_norm": lambda: VisionTransformer(**SMALL, block_fn=timm.models.vision_transformer.ResPostBlock, init_values=0.1),
-    "swiglu": lambda: VisionTransformer(**SMALL, mlp_layer=timm.layers.SwiGLU, scale_mlp_norm=True, norm_layer="rmsnorm"),
+    "post_norm": lambda: VisionTransformer(
+        **SMALL, block_fn=timm.models.vision_transformer.ResPostBlock, init_values=0.1
+    ),
+    "swiglu": lambda: VisionTransformer(
+        **SMALL, mlp_layer=timm.layers.SwiGLU, scale_mlp_norm=True, norm_layer="rmsnorm"
+    ),
     "non_square": lambda: VisionTransformer(**{**SMALL, "img_size": (24, 40)}),
     "dynamic": lambda: VisionTransformer(**SMALL, dynamic_img_size=True),
     "patch_8x4": lambda: VisionTransformer(**{**SMALL, "patch_size": (8, 4)}),

@@ -58,7 +58,9 @@ def on_paper(row) -> float:
 
 
 @pytest.mark.realdata
-@pytest.mark.parametrize("row", rows(), ids=lambda r: "-".join(v for k, v in r.items() if v and k not in ("top1", "images_per_s")))
+@pytest.mark.parametrize(
+    "row", rows(), ids=lambda r: "-".join(v for k, v in r.items() if v and k not in ("top1", "images_per_s"))
+)
 def test_the_papers_gflops_are_met(row):
     key = (row["backbone"], row["method"], row["keep"] or row["gflops_bucket"])
     allowed = 0.02 if row["method"] == "tnt-mlp" else 0.01
@@ -71,10 +73,22 @@ def test_the_papers_gflops_are_met(row):
 
 def test_the_figures_that_the_notes_give():
     """Here too, so that something is checked where the paper's tables are not at hand."""
-    expected = {"deit_base_distilled": 17.68, "deit_small_distilled": 4.63, "deit_tiny_distilled": 1.27, "vit16_mlp768": 9.17}
+    expected = {
+        "deit_base_distilled": 17.68,
+        "deit_small_distilled": 4.63,
+        "deit_tiny_distilled": 1.27,
+        "vit16_mlp768": 9.17,
+    }
     for backbone, gflops in expected.items():
         assert round(on_paper({"backbone": backbone, "method": "none"}), 2) == gflops
-    row = {"backbone": "deit_small_distilled", "method": "tnt", "scheme": "single", "keep": "0.5", "tokens": "", "rates": ""}
+    row = {
+        "backbone": "deit_small_distilled",
+        "method": "tnt",
+        "scheme": "single",
+        "keep": "0.5",
+        "tokens": "",
+        "rates": "",
+    }
     assert round(on_paper(row), 2) == 2.87
 
 
@@ -85,7 +99,20 @@ CONFIGS = [
     TNT(at=(1, 3), keep=(0.8, 0.5), similar=7, recipe="paper", scorer="mlp"),
     TNT(at=3, keep=0.25, similar=4),
 ]
-COUNTED = ["plain", "distilled", "registers", "no_cls", "avg_with_cls", "map_pool", "layer_scale", "pre_norm", "non_square", "patch_8x4", "test_vit", "test_vit2"]
+COUNTED = [
+    "plain",
+    "distilled",
+    "registers",
+    "no_cls",
+    "avg_with_cls",
+    "map_pool",
+    "layer_scale",
+    "pre_norm",
+    "non_square",
+    "patch_8x4",
+    "test_vit",
+    "test_vit2",
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -98,7 +125,9 @@ def test_predicted_equals_counted(kind, config):
             module.fused_attn = False
     if config is not None:
         reduce_(model, config)
-    counter = FlopCountAnalysis(model, photos_for(model, 1)).unsupported_ops_warnings(False).uncalled_modules_warnings(False)
+    counter = (
+        FlopCountAnalysis(model, photos_for(model, 1)).unsupported_ops_warnings(False).uncalled_modules_warnings(False)
+    )
     counted, predicted = counter.total(), macs(model).macs
     assert abs(counted - predicted) <= 0.002 * counted, (counted, predicted)
 

@@ -81,7 +81,9 @@ def test_kept_patches_are_unique_in_range_counted_and_really_those(model, config
     layout = reduction_of(model).layout
     plan = reduction_of(model).plan(layout.patches)
     entered = []
-    hooks = [block.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[1])) for block in model.blocks]
+    hooks = [
+        block.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[1])) for block in model.blocks
+    ]
     with tntprune.record(model) as trace:
         run(model, images)
     for hook in hooks:

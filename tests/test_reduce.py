@@ -45,7 +45,10 @@ def test_a_reduced_model_can_be_pickled_and_saved_by_its_state():
     images = photos_for(model)
     with torch.inference_mode():
         assert torch.equal(pickle.loads(pickle.dumps(model))(images), model(images))
-    twin = reduce_(VisionTransformer(img_size=32, patch_size=4, embed_dim=32, depth=6, num_heads=4, num_classes=7), TNT(at=2, keep=0.5))
+    twin = reduce_(
+        VisionTransformer(img_size=32, patch_size=4, embed_dim=32, depth=6, num_heads=4, num_classes=7),
+        TNT(at=2, keep=0.5),
+    )
     twin.load_state_dict(model.state_dict())
     with torch.inference_mode():
         assert torch.equal(twin.eval()(images), model(images))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -162,7 +164,7 @@ def test_a_merged_token_counts_by_its_size_in_mean_and_map_pooling():
         double = torch.cat([x, x[:, prefix:], x[:, prefix : prefix + 1]], 1)  # sizes 3, 2, 2, 2
         size = torch.tensor([[3.0, 2.0, 2.0, 2.0]]).expand(2, -1)
         with torch.inference_mode():
-            pooled = model.pool_by_size(start(x, prefix)._replace(size=size))
+            pooled = model.pool_by_size(replace(start(x, prefix), size=size))
             torch.testing.assert_close(pooled, model.pool(double), atol=1e-5, rtol=1e-4)
 
 

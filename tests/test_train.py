@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make, photos_for
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
+from conftest import make, photos_for
 from tntprune.batches import TensorSource, chosen
 from tntprune.config import TNT, Random
 from tntprune.digits import cluttered_digits
@@ -80,7 +80,9 @@ def test_the_scorers_change_and_the_model_does_not(kind, recipe, objective):
     assert same(base, base_state(model))
 
 
-@pytest.mark.parametrize("options", [{"scorer": "mlp"}, {"noise_blocks": 3}, {"capacity": "drawn"}, {"at": (3, 4), "similar": 5}])
+@pytest.mark.parametrize(
+    "options", [{"scorer": "mlp"}, {"noise_blocks": 3}, {"capacity": "drawn"}, {"at": (3, 4), "similar": 5}]
+)
 def test_every_kind_of_scorer_learns(options):
     model = reduced(**options)
     before, base = scorers(model), base_state(model)
@@ -100,7 +102,13 @@ def test_in_training_only_scorers_get_gradients():
         assert model.reduction.training and not any(m.training for m in model.blocks.modules())
         steps.append(step)
 
-    fit(model, TensorSource(images_for(model), None, 2, 0), Training(epochs=2, batch_size=2), after=after, progress=False)
+    fit(
+        model,
+        TensorSource(images_for(model), None, 2, 0),
+        Training(epochs=2, batch_size=2),
+        after=after,
+        progress=False,
+    )
     assert steps == [1, 2, 3, 4, 5, 6]
     assert all(p.grad is None for p in model.parameters())
 
@@ -199,20 +207,20 @@ def test_cross_entropy_of_a_distilled_model_is_that_of_the_cls_head():
 
 
 def test_the_divergence_falls_on_digits():
-    images = cluttered_digits("train")[0][:384]
+    images, others = cluttered_digits("train")[0][:384].split((256, 128))
     model = reduce_(digits_vit(), TNT(at=2, tokens=16))
 
     def divergence():
         with frozen(model), torch.no_grad():
             trainer, losses = Trainer(model, Training(), 1), []
-            for number, batch in enumerate(images.split(64)):
+            for number, batch in enumerate(others.split(64)):
                 torch.manual_seed(number)  # the same noise each time
                 losses.append(trainer.loss(batch, None).item())
         return sum(losses) / len(losses)
 
     before = divergence()
-    calibrate_(model, images, epochs=3, batch_size=32, lr=0.02, progress=False)
-    assert divergence() < 0.7 * before
+    calibrate_(model, images, epochs=2, batch_size=32, progress=False)
+    assert divergence() < 0.25 * before
 
 
 @pytest.mark.parametrize("objective", ["kl", "ce"])
@@ -255,10 +263,12 @@ def test_a_loader_that_gives_the_same_batches_trains_the_same_scorers():
 
 def test_kl_needs_no_labels_and_ignores_them():
     images = images_for(make("plain"))
-    data = [images, DataLoader(images, batch_size=2), DataLoader(TensorDataset(images, LABELS), batch_size=2)]
+    sets = [images, TensorDataset(images), TensorDataset(images, LABELS)]
+    data = [images, *(DataLoader(s, batch_size=2) for s in sets)]
     trained = [scorers(calibrate_(reduced(), source, **QUICK)) for source in data]
     with_labels = scorers(calibrate_(reduced(), images, LABELS, **QUICK))
-    assert same(trained[0], with_labels) and same(trained[1], trained[2])
+    assert same(trained[0], with_labels)
+    assert same(trained[1], trained[2]) and same(trained[1], trained[3])
     assert changed(scorers(reduced()), trained[1])
 
 
@@ -310,7 +320,9 @@ def test_cross_entropy_needs_labels(source, tmp_path):
     model = reduced(objective="ce")
     images = images_for(model)
     data = {"tensor": images, "loader": DataLoader(images), "folder": photos(tmp_path, model)}[source]
-    with pytest.raises(UserError, match="not in a class folder" if source == "folder" else "objective='ce' needs labels"):
+    with pytest.raises(
+        UserError, match="not in a class folder" if source == "folder" else "objective='ce' needs labels"
+    ):
         calibrate_(model, data, **QUICK)
 
 

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from tntprune.backbones.vit16 import vit16
     from tntprune.checkpoint import load_, save
     from tntprune.config import TNT, Random
-    from tntprune.errors import UsageError, UserError
     from tntprune.counting import macs
+    from tntprune.errors import UsageError, UserError
     from tntprune.reduce import reduce_, restore_
     from tntprune.trace import record
     from tntprune.train import calibrate_

@@ -49,7 +49,9 @@ class TensorSource:
         if images.ndim != 4 or len(images) == 0:
             raise UserError(f"images of shape {tuple(images.shape)}; expected (n, channels, height, width) with n > 0")
         if labels is not None and labels.shape != images.shape[:1]:
-            raise UserError(f"labels of shape {tuple(labels.shape)} for {len(images)} images; expected ({len(images)},)")
+            raise UserError(
+                f"labels of shape {tuple(labels.shape)} for {len(images)} images; expected ({len(images)},)"
+            )
         self.images, self.labels, self.batch, self.seed = images, labels, batch, seed
         self.per_epoch = max(1, len(images) // batch)
 
@@ -116,7 +118,9 @@ class LoaderSource:
         try:
             self.per_epoch = len(loader)  # type: ignore[arg-type]
         except TypeError:
-            raise UserError(f"{type(loader).__name__} has no length; expected a DataLoader, a tensor or a folder") from None
+            raise UserError(
+                f"{type(loader).__name__} has no length; expected a DataLoader, a tensor or a folder"
+            ) from None
         if self.per_epoch == 0:
             raise UserError("the loader is empty; expected at least one batch")
 
@@ -125,7 +129,7 @@ class LoaderSource:
         while step < last:
             before = step
             for item in self.loader:
-                images, labels = (*item, None)[:2] if isinstance(item, list | tuple) else (item, None)
+                images, labels = (*item, None, None)[:2] if isinstance(item, list | tuple) else (item, None)
                 if not isinstance(images, torch.Tensor):
                     raise UserError(f"the loader gives a {type(images).__name__}; expected images, or (images, labels)")
                 if first <= step < last:

@@ -1,4 +1,4 @@
-"""Saving a reduction and putting it on a model again: one small file, `reducer.safetensors`, in a folder or on the Hub."""
+"""Saving a reduction and putting it on a model again: one small file in a folder or on the Hub."""
 
 from __future__ import annotations
 
@@ -118,11 +118,15 @@ def _locate(source: str | Path) -> Path:
         raise UserError(f"{path}: no reduction in it; {hint}")
     parts = str(source).split("/")
     if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
-        raise UserError(f"{source}: no such folder or file, and not a Hub id; expected a folder written by tntprune.save")
+        raise UserError(
+            f"{source}: no such folder or file, and not a Hub id; expected a folder written by tntprune.save"
+        )
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(str(source), FILE))
     except Exception as error:  # whatever the Hub's client raises: no network, no repository, no such file
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        raise UserError(f"{source}: no such folder here, and the Hub gave none ({reason}); expected a folder or a Hub id") from None
+        raise UserError(
+            f"{source}: no such folder here, and the Hub gave none ({reason}); expected a folder or a Hub id"
+        ) from None

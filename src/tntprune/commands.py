@@ -12,9 +12,7 @@ import tyro
 from tntprune.errors import UsageError, UserError
 from tntprune.options import MethodOptions, apply, config_from
 
-Model = Annotated[
-    tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help="a timm model, vit16 or digits_vit")
-]
+Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help="a timm model, vit16 or digits_vit")]
 Weights = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="weights to load; without it timm asks the Hub")]
 Device = Annotated[str, tyro.conf.arg(metavar="DEVICE", help="cpu, cuda or mps")]
 Json = Annotated[bool, tyro.conf.arg(help="one JSON object on standard output, everything else on standard error")]
@@ -53,7 +51,7 @@ def info(model: Model, json: Json = False) -> int:
     layout = find_backbone(built).layout(built)
     obstacles = {name: implementation(config).obstacle(layout) for name, config in METHODS.items()}
     parameters = sum(p.numel() for p in built.parameters())
-    data = {
+    data: dict[str, Any] = {
         "model": model, "family": layout.family, "parameters": parameters, "blocks": layout.depth,
         "embed_dim": layout.embed_dim, "grid": list(layout.grid), "patch_tokens": layout.patches,
         "prefix_tokens": layout.prefix, "cls_token": layout.cls, "macs": count(built).macs, "methods": obstacles,
@@ -69,7 +67,9 @@ def info(model: Model, json: Json = False) -> int:
     return 0
 
 
-def macs(model: Model, method: MethodName = None, reduction: MethodOptions = MethodOptions(), json: Json = False) -> int:
+def macs(
+    model: Model, method: MethodName = None, reduction: MethodOptions = MethodOptions(), json: Json = False
+) -> int:
     """Multiply-accumulates of a model, block by block, in closed form. Needs no weights and runs nothing."""
     from dataclasses import asdict
 
@@ -112,6 +112,7 @@ def train(
     """Train the scorers of a method on a frozen model."""
     import time
 
+    from tntprune.checkpoint import FILE
     from tntprune.models import load_model
     from tntprune.reduce import reduce_, reduction_of
     from tntprune.runs import train_run
@@ -123,12 +124,17 @@ def train(
     objective = getattr(getattr(reduction_of(built), "options", None), "objective", None)
     source = photo_source(built, data, training, objective == "ce", workers)
     begin = time.perf_counter()
-    about = {"model": model, "data": str(data.resolve()), "photos": len(source.photos)}
+    about = {
+        "model": model, "weights": weights and str(weights.resolve()),
+        "data": str(data.resolve()), "photos": len(source.photos),
+    }  # fmt: skip
+    ended = resume and (out / FILE).exists()
     path = train_run(built, source, training, out, resume=resume, save_every=save_every, about=about)
     seconds = time.perf_counter() - begin
     steps = epochs * source.per_epoch
     told = {"reducer": str(path), "photos": len(source.photos), "steps": steps, "seconds": round(seconds, 1)}
-    _tell(json, told, f"trained {steps} steps on {len(source.photos)} photos in {seconds:.0f} s: {path}")
+    text = f"trained {steps} steps on {len(source.photos)} photos in {seconds:.0f} s: {path}"
+    _tell(json, told, f"the training had ended already: {path}" if ended else text)
     return 0
 
 
@@ -142,8 +148,12 @@ def evaluate(
     device: Device = "cpu",
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
     workers: Workers = None,
-    on_bad_image: Annotated[Literal["error", "skip"], tyro.conf.arg(help="stop at one, or count it and exit with 3")] = "error",
-    compare: Annotated[bool, tyro.conf.arg(help="also give the unpruned model's figures, batch by batch in turns")] = False,
+    on_bad_image: Annotated[
+        Literal["error", "skip"], tyro.conf.arg(help="stop at one, or count it and exit with 3")
+    ] = "error",
+    compare: Annotated[
+        bool, tyro.conf.arg(help="also give the unpruned model's figures, batch by batch in turns")
+    ] = False,
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
@@ -170,7 +180,10 @@ def evaluate(
     rows = [("pruned" if found.agreement < 100 or found.base else "model", found)]
     if found.base is not None:
         rows.append(("unpruned", found.base))  # type: ignore[arg-type]
-    lines = [f"{found.images} images, {found.skipped} skipped", f"{'':9} {'top-1':>6} {'top-5':>6} {'GMACs':>6} {'images/s':>9}"]
+    lines = [
+        f"{found.images} images, {found.skipped} skipped",
+        f"{'':9} {'top-1':>6} {'top-5':>6} {'GMACs':>6} {'images/s':>9}",
+    ]
     lines += [f"{name:9} {f.top1:6.2f} {f.top5:6.2f} {f.macs / 1e9:6.2f} {f.images_per_s:9.1f}" for name, f in rows]
     lines.append(f"agrees with the unpruned model on {found.agreement:.2f} %")
     if found.speedup is not None:

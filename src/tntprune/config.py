@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -63,7 +64,7 @@ class Config:
         _check(len(locations) > 0, "at: no location given; expected at least one block")
         for at in locations:
             _check(_is_int(at) and at >= 0, f"at={at}: expected a block number, 0 or larger")
-        ascending = all(a < b for a, b in zip(locations, locations[1:], strict=False))
+        ascending = all(a < b for a, b in pairwise(locations))
         _check(ascending, f"at={_show(locations)}: expected ascending blocks, each once")
         _check(self.keep is None or self.tokens is None, "keep and tokens were both given; expected one of them")
         given: tuple[Any, ...] = self.tokens if self.tokens is not None else self.keep or (0.5,)  # type: ignore[assignment]

@@ -71,14 +71,15 @@ def all_photos(folder: Path) -> list[Photo]:
     return [Photo(path, -1) for path in find_images(folder)]
 
 
-def transform_for(model: nn.Module, augment: bool = False) -> Callable[[Any], torch.Tensor]:
+def transform_for(model: Any, augment: bool = False) -> Callable[[Any], torch.Tensor]:
     """timm's transform of the model: its own size, crop, interpolation, mean and deviation.
 
     Args:
         model: With timm's `pretrained_cfg`.
         augment: Random crops of at least 35 % of the area and mirror images instead of the centre crop.
     """
-    config = resolve_model_data_config(model)
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)  # timm's default is not always the model's
+    config = resolve_model_data_config(model, {"input_size": (model.in_chans, *size)} if size else {})
     if augment:
         made = create_transform(
             config["input_size"], is_training=True, interpolation=config["interpolation"], mean=config["mean"],

@@ -7,7 +7,6 @@ are dropped. Training and test scans are kept apart, and everything follows from
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -24,7 +23,7 @@ def scans(split: Literal["train", "test"]) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         Images (n, 1, 8, 8) in [0, 1] and labels (n,) from 0 to 9.
     """
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    from sklearn.datasets import load_digits
 
     bunch = load_digits()
     images = torch.from_numpy(bunch.images).float().div(16).unsqueeze(1)

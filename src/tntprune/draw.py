@@ -64,7 +64,6 @@ def kept_maps(
         A dict from a caption to (H, W, 3) pixels, for each image.
     """
     grid = find_backbone(model).layout(model).grid
-    grid = getattr(model, "patch_embed").dynamic_feat_size(images.shape[2:]) if hasattr(model, "patch_embed") else grid
     pictures: list[dict[str, Pixels]] = [{ORIGINAL: to_pixels(image, mean, std)} for image in images]
     for carrier in _carriers(model, images, each):
         for block, places in carrier.items():
@@ -130,7 +129,9 @@ def sheet(pictures: list[dict[str, Pixels]], titles: Sequence[str] | None = None
     return _finish(figure, "png")
 
 
-def curve(lines: dict[str, list[tuple[float, float]]], base: tuple[float, float], x: str, y: str, form: Literal["png", "svg"]) -> bytes:
+def curve(
+    lines: dict[str, list[tuple[float, float]]], base: tuple[float, float], x: str, y: str, form: Literal["png", "svg"]
+) -> bytes:
     """One line a method over a cost, the unpruned model as a dashed one.
 
     Args:

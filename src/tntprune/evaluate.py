@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,7 @@ class Figures:
         top1: Percent of images whose label is the first guess.
         top5: Percent of images whose label is among the first five.
         macs: For one image.
-        images_per_s: Of the forward pass alone, without reading images or moving them to the device.
+        images_per_s: Of the forward pass alone, without reading images or moving them to the device; the median batch.
     """
 
     top1: float
@@ -48,7 +49,7 @@ class Evaluation(Figures):
         agreement: Percent of images on which the first guess is that of the unpruned model.
         tokens: Patch tokens that enter each block.
         base: The unpruned model's figures on the same batches, taken in turns, if asked for.
-        speedup: images_per_s over the unpruned model's.
+        speedup: How many times as fast as the unpruned model; the median over the batches, each compared with itself.
     """
 
     images: int
@@ -69,19 +70,18 @@ class Tally:
     """Counts and seconds of one model over the batches."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.images, self.first, self.five, self.seconds = model, 0, 0, 0, 0.0
-        self.fresh = True
+        self.model, self.images, self.first, self.five = model, 0, 0, 0
+        self.pace: list[float] = []  # seconds an image, batch by batch
 
     def run(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Run one batch on the clock, count it, and return the first guesses."""
-        if self.fresh:  # the first pass chooses kernels and fills caches
+        if not self.pace:  # the first pass chooses kernels and fills caches
             self.model(images)
-            self.fresh = False
         wait(images.device)
         begin = time.perf_counter()
         logits = self.model(images)
         wait(images.device)
-        self.seconds += time.perf_counter() - begin
+        self.pace.append((time.perf_counter() - begin) / len(images))
         guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
         hits = guesses == labels[:, None]
         self.images += len(images)
@@ -96,7 +96,7 @@ class Tally:
             top1=100 * self.first / self.images,
             top5=100 * self.five / self.images,
             macs=macs(self.model).macs,
-            images_per_s=self.images / self.seconds,
+            images_per_s=1 / median(self.pace),
         )
 
 
@@ -107,7 +107,9 @@ def wait(device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def measure(model: nn.Module, batches: Any, skipped: Callable[[], int] = lambda: 0, compare: bool = False) -> Evaluation:
+def measure(
+    model: nn.Module, batches: Any, skipped: Callable[[], int] = lambda: 0, compare: bool = False
+) -> Evaluation:
     """Evaluate a model, reduced or not, in its present mode.
 
     Args:
@@ -142,7 +144,7 @@ def measure(model: nn.Module, batches: Any, skipped: Callable[[], int] = lambda:
         agreement=100 * same / own.images,
         tokens=macs(model).tokens,
         base=unpruned if compare else None,
-        speedup=figures.images_per_s / unpruned.images_per_s if compare else None,
+        speedup=median(b / a for a, b in zip(own.pace, base.pace)) if compare else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +77,9 @@ def find_images(folder: Path) -> list[Path]:
         UserError: the folder is missing or holds no image.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; expected one with images")
+        raise UserError(
+            f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; expected one with images"
+        )
     found = sorted(_walk(folder))
     if not found:
         raise UserError(f"{folder}: no images in it; expected files ending in {', '.join(sorted(SUFFIXES))}")
@@ -84,7 +87,13 @@ def find_images(folder: Path) -> list[Path]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for path in folder.rglob("*"):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.suffix.lower() in SUFFIXES and not hidden and (path.is_file() or path.is_symlink()):
-            yield path
+    seen = set()
+    for place, folders, files in os.walk(folder, followlinks=True):  # class folders are often links
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()  # a link back to where we have been
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            if Path(name).suffix.lower() in SUFFIXES and not name.startswith("."):
+                yield Path(place, name)

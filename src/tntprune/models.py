@@ -124,18 +124,21 @@ def _first_line(error: Exception) -> str:
 
 def _build(name: str) -> nn.Module:
     if name == "vit16":
-        return vit16()
-    if name == "digits_vit":
+        model: nn.Module = vit16()
+    elif name == "digits_vit":
         from tntprune.digits_vit import build
 
-        return build()
-    return timm.create_model(name)
+        model = build()
+    else:
+        model = timm.create_model(name)
+    return model
 
 
 def _fetch(name: str) -> nn.Module:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries are told below, in one line
     try:
-        return timm.create_model(name, pretrained=True)
+        model: nn.Module = timm.create_model(name, pretrained=True)
+        return model
     except Exception as error:  # no network, no such repository, a proxy: the Hub's client has a dozen of these
         raise UserError(
             f"{name}: pretrained weights could not be fetched from the Hub ({_first_line(error)}); "

@@ -51,7 +51,7 @@ def restore_(model: Model) -> Model:
     if isinstance(model, Reduced):
         del model.reduction
         swaps = find_backbone(model).swaps
-        model.__class__ = next(plain for plain, reduced in swaps.items() if reduced is type(model))  # type: ignore[assignment]
+        model.__class__ = next(plain for plain, reduced in swaps.items() if reduced is type(model))
     return model
 
 

@@ -24,21 +24,19 @@ code { background: #f2f4f8; padding: .1rem .3rem; border-radius: 3px; }
 """
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], best: Sequence[int | None] | None = None) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], best: Sequence[int] = ()) -> str:
     """An HTML table.
 
     Args:
         header: Column names.
         rows: Cells as text.
-        best: For each row the column to set in bold, or None.
+        best: For each row the column to set in bold, -1 for none; () for none at all.
     """
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = ""
     for number, row in enumerate(rows):
-        bold = best[number] if best is not None else None
-        cells = (
-            f"<td{' class=best' if column == bold else ''}>{escape(cell)}</td>" for column, cell in enumerate(row)
-        )
+        bold = best[number] if best else -1
+        cells = (f"<td{' class=best' if column == bold else ''}>{escape(cell)}</td>" for column, cell in enumerate(row))
         body += f"<tr>{''.join(cells)}</tr>\n"
     return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,12 @@ from safetensors.torch import save as to_bytes
 from torch import nn
 
 from tntprune.batches import Source
-from tntprune.checkpoint import FILE, save
+from tntprune.checkpoint import FILE, read, save
 from tntprune.config import to_dict
 from tntprune.errors import UsageError, UserError
 from tntprune.reduce import reduction_of
 from tntprune.storage import make_folder, read_metadata, read_weights, write
-from tntprune.train import Trainer, Training, fit
+from tntprune.train import Trainer, Training, check_whole, fit
 
 STATE, LOG = "checkpoint.safetensors", "log.jsonl"
 
@@ -64,31 +66,32 @@ def train_run(
         Stopped: it was interrupted by Ctrl-C or SIGTERM.
         UserError: something cannot be read or written.
     """
-    if save_every < 1:
-        raise UsageError(f"save_every={save_every}: expected 1 step or more")
+    check_whole("save_every", save_every, 1)
     options = {"reduction": to_dict(reduction_of(model).config), "training": asdict(training), **(about or {})}
     options = json.loads(json.dumps(options))
     first = _find_start(out, resume, options)
     if first is None:
+        _tidy(out)
         return out / FILE
     make_folder(out)
     total = training.epochs * source.per_epoch
     trainer = Trainer(model, training, total)
     if first:
         _load_state(out / STATE, trainer)
-    log = _open_log(out / LOG, first)
     begin = time.perf_counter()
-    with log, _interrupts() as interrupted:
+    with _open_log(out / LOG, first) as log, _interrupts() as interrupted:
 
         def after(step: int, loss: float, trainer: Trainer) -> None:
             rate = trainer.optimizer.param_groups[0]["lr"]
             seconds = round(time.perf_counter() - begin, 3)
-            line = {"step": step, "epoch": (step - 1) // source.per_epoch + 1, "loss": loss, "lr": rate, "seconds": seconds}
-            try:
-                log.write(json.dumps(line) + "\n")
-                log.flush()
-            except OSError as error:
-                raise UserError(f"{out / LOG}: cannot be written ({error.strerror}); continue with --resume") from None
+            line = {
+                "step": step,
+                "epoch": (step - 1) // source.per_epoch + 1,
+                "loss": loss,
+                "lr": rate,
+                "seconds": seconds,
+            }
+            log(line)
             if step < total and (interrupted or step % save_every == 0):
                 _save_state(out / STATE, trainer, step, options)
             if interrupted and step < total:
@@ -96,7 +99,7 @@ def train_run(
 
         fit(model, source, training, first, trainer, after, progress)
     path = save(model, out)
-    (out / STATE).unlink(missing_ok=True)
+    _tidy(out)
     return path
 
 
@@ -114,17 +117,22 @@ def _find_start(out: Path, resume: bool, options: dict[str, Any]) -> int | None:
             raise UsageError(f"{out}: holds a training already; expected another --out, or --resume to continue it")
         return 0
     if finished:
+        ended_with = {"reduction": to_dict(read(out / FILE)[0])}
+        _check_same(out, json.loads(json.dumps(ended_with)), {"reduction": options["reduction"]})
         return None
     if not state:
         if (out / LOG).exists():  # it was interrupted before its first checkpoint
             return 0
         raise UsageError(f"{out}: no training to continue; start one without --resume")
     about = read_metadata(out / STATE)
-    before = json.loads(about.get("options", "{}"))
-    changed = _differences(before, options)
+    _check_same(out, json.loads(about.get("options", "{}")), options)
+    return int(about["step"])
+
+
+def _check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    changed = _differences(before, now)
     if changed:
         raise UsageError(f"{out}: was started with {changed[0]}; expected the same options to continue it")
-    return int(about["step"])
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> list[str]:
@@ -163,15 +171,39 @@ def _load_state(path: Path, trainer: Trainer) -> None:
         trainer.optimizer.state[parameter] = state
 
 
-def _open_log(path: Path, first: int) -> Any:
-    """The log, without lines of steps that were done after the last checkpoint and will be done again."""
+@contextmanager
+def _open_log(path: Path, first: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What writes a line to the log; lines of steps after the last checkpoint go, for these are done again.
+
+    Nothing is buffered: a full disk is told by the write, and closing has nothing left to write.
+    """
     try:
         if path.exists():
-            lines = [line for line in path.read_text().splitlines(keepends=True) if _step(line) in range(1, first + 1)]
-            write(path, "".join(lines).encode())
-        return open(path, "a")  # noqa: SIM115 - closed by the caller's `with`
+            lines = path.read_text(errors="replace").splitlines(keepends=True)
+            write(path, "".join(line for line in lines if _step(line) in range(1, first + 1)).encode())
+        file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed below
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); expected a folder that can be written") from None
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); expected a folder that can be written"
+        ) from None
+
+    def add(line: dict[str, Any]) -> None:
+        data = (json.dumps(line) + "\n").encode()
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror}); continue with --resume") from None
+
+    with file:
+        yield add
+
+
+def _tidy(out: Path) -> None:
+    """Remove what an ended training no longer needs, and what one that was killed left half written."""
+    for path in [out / STATE, *(path for name in (FILE, STATE, LOG) for path in out.glob(f".{name}.*.tmp"))]:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _step(line: str) -> int:
@@ -201,4 +233,3 @@ def _interrupts() -> Iterator[list[int]]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-

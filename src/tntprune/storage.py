@@ -73,9 +73,15 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         UserError: the file is missing, truncated, of another kind, holds code, or has values that are not finite.
     """
     if not path.is_file():
-        raise UserError(f"{path}: {'not a file' if path.exists() else 'no such file'}; expected weights (.safetensors, .pth)")
+        raise UserError(
+            f"{path}: {'not a file' if path.exists() else 'no such file'}; expected weights (.safetensors, .pth)"
+        )
     try:
-        loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
+        loaded = (
+            load_file(path)
+            if path.suffix == ".safetensors"
+            else torch.load(path, map_location="cpu", weights_only=True)
+        )
     except pickle.UnpicklingError:
         raise UserError(
             f"{path}: holds more than tensors, or is broken, and was not loaded because it could run code; "
@@ -101,4 +107,6 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def _unreadable(path: Path, error: Exception) -> UserError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return UserError(f"{path}: cannot be read, broken or of another kind ({reason[:120]}); expected a .safetensors file")
+    return UserError(
+        f"{path}: cannot be read, broken or of another kind ({reason[:120]}); expected a .safetensors file"
+    )

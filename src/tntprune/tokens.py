@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 
-class Tokens(NamedTuple):
+@dataclass(frozen=True)
+class Tokens:
     """The state that one block hands to the next. Nothing of it lives on a module.
 
     Args:
@@ -90,7 +91,7 @@ def merge(tokens: Tokens, source: torch.Tensor, target: torch.Tensor) -> Tokens:
     if carrier is not None:
         moved = torch.arange(tokens.count, device=target.device).repeat(len(target), 1).scatter(1, source, target)
         carrier = torch.where(carrier >= 0, moved.gather(1, carrier.clamp(min=0)), -1)
-    return tokens._replace(x=torch.cat([tokens.x[:, : tokens.prefix], x], 1), size=total, source=carrier)
+    return replace(tokens, x=torch.cat([tokens.x[:, : tokens.prefix], x], 1), size=total, source=carrier)
 
 
 def shuffled(index: torch.Tensor, seed: int) -> torch.Tensor:

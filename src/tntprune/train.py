@@ -94,7 +94,9 @@ class Trainer:
         self.model, self.training, self.total = model, training, total
         self.method = reduction_of(model)
         if not self.method.trains:
-            raise UserError(f"{self.method.config.method} has nothing to train; expected a method that learns, such as tnt")
+            raise UserError(
+                f"{self.method.config.method} has nothing to train; expected a method that learns, such as tnt"
+            )
         self.objective: str = self.method.options.objective  # type: ignore[union-attr, assignment]
         self.base = base_of(model)
         self.backbone = find_backbone(model)
@@ -120,7 +122,7 @@ class Trainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.training.amp == "bf16"):
             loss = self.loss(images, labels)
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return loss.detach()
 
@@ -197,7 +199,9 @@ def fit(
                     after(number + 1, loss, trainer)
 
 
-def photo_source(model: nn.Module, folder: Path, training: Training, labelled: bool, workers: int | None) -> PhotoSource:
+def photo_source(
+    model: nn.Module, folder: Path, training: Training, labelled: bool, workers: int | None
+) -> PhotoSource:
     """A folder of photos, augmented, for training.
 
     Raises:

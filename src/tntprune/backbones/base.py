@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
@@ -102,7 +103,7 @@ class Reduced:
         plan = self.reduction.plan(tokens.count)
         for number in range(len(self.blocks) + 1):
             if number:
-                tokens = tokens._replace(x=self.run_block(self.blocks[number - 1], tokens.x))
+                tokens = replace(tokens, x=self.run_block(self.blocks[number - 1], tokens.x))
             before = tokens
             tokens = self.reduction(tokens, number, plan)
             if self.trace is not None and tokens.index is not before.index:

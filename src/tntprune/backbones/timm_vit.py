@@ -6,7 +6,8 @@ dynamic image sizes, any patch size. Blocks other than `Block` and `ResPostBlock
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import Attention, PatchEmbed
@@ -32,7 +33,7 @@ class _ReducedTimm(Reduced):
         if attn_mask is not None or is_causal:
             raise UserError("a reduced model takes no attn_mask or is_causal: a mask for all tokens fits no longer")
         tokens: Tokens = self.walk(images)
-        return tokens._replace(x=self.norm(tokens.x))
+        return replace(tokens, x=self.norm(tokens.x))
 
     def forward_features(self, x: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> torch.Tensor:
         """Images to the tokens that are left, (B, prefix + n, D), normalised."""
@@ -73,7 +74,7 @@ class ReducedVisionTransformerDistilled(_ReducedTimm, VisionTransformerDistilled
 class TimmViT(Backbone):
     """The adapter."""
 
-    swaps = {
+    swaps: ClassVar = {
         VisionTransformer: ReducedVisionTransformer,
         VisionTransformerDistilled: ReducedVisionTransformerDistilled,
     }
@@ -141,7 +142,9 @@ def _block(block: Any, width: int) -> BlockCost:
     return BlockCost(
         attention=_linears(attention) + norms + _norm(block.norm1, width),
         pair=2 * attention.attn_dim,
-        mlp=_linears(block.mlp) + _norm(block.norm2, width) + _norm(hidden, getattr(hidden, "weight", torch.empty(0)).numel()),
+        mlp=_linears(block.mlp)
+        + _norm(block.norm2, width)
+        + _norm(hidden, getattr(hidden, "weight", torch.empty(0)).numel()),
     )
 
 

@@ -1,4 +1,4 @@
-"""The paper's ViT/16, which nothing public defines; its published figures pin it down (notes: 9.17 GMACs, 196 tokens)."""
+"""The paper's ViT/16, which nothing public defines; its published 9.17 GMACs pin it down."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ Source: the paper's section 3; where its text and its authors' code differ, `rec
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -29,16 +30,19 @@ class Scorer(nn.Module):
 
     def __init__(self, widths: tuple[int, ...], generator: torch.Generator) -> None:
         super().__init__()
-        linears = (nn.utils.skip_init(nn.Linear, a, b) for a, b in pairwise(widths))  # type: ignore[arg-type]
-        self.layers = nn.ModuleList(linears)  # without torch's own start, which would draw from the global generator
-        for layer in self.layers:
+        linears: list[nn.Linear] = [
+            nn.utils.skip_init(nn.Linear, a, b) for a, b in pairwise(widths)
+        ]  # torch's own initial weights would draw from the global generator
+        self.layers = nn.ModuleList(linears)
+        for layer in linears:
             nn.init.trunc_normal_(layer.weight, std=0.02, generator=generator)
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, n, D) to (B, n)."""
         for depth, layer in enumerate(self.layers):
-            x = F.linear(F.gelu(x) if depth else x, layer.weight.float(), layer.bias.float())
+            weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
+            x = F.linear(F.gelu(x) if depth else x, weight.float(), bias.float())
         return x.squeeze(-1)
 
 
@@ -91,11 +95,12 @@ class TrainingNoise(Method):
         noise = 1 - (self.capacity(tokens) * alpha).clamp(max=1)
         x = F.layer_norm(tokens.x, tokens.x.shape[-1:], eps=1e-6) if options.stream_norm else tokens.x
         prefix, patches = x[:, : tokens.prefix], x[:, tokens.prefix :]
+        assert options.beta is not None  # the recipe has filled it in
         scale = options.beta * noise[:, :, None]  # (B, n, 1), a standard deviation
         if options.noise_scale == "rms":
             scale = scale * patches.detach().float().square().mean(2, keepdim=True).sqrt()
         noisy = patches + scale.to(x.dtype) * torch.randn_like(patches)
-        return tokens._replace(x=torch.cat([prefix, noisy], 1))
+        return replace(tokens, x=torch.cat([prefix, noisy], 1))
 
     def capacity(self, tokens: Tokens) -> float | torch.Tensor:
         """How many tokens can pass free of noise."""
@@ -104,7 +109,7 @@ class TrainingNoise(Method):
             return 1.0
         if share == "drawn":
             return tokens.count * torch.empty((), device=tokens.x.device).uniform_(0.1, 0.9)
-        return tokens.count * share  # type: ignore[operator, return-value]
+        return tokens.count * share  # type: ignore[operator]
 
     def reduce(self, tokens: Tokens, step: Step) -> Tokens:
         if step.block in self.config.locations:
