@@ -413,7 +413,11 @@ def test_lines_after_the_checkpoint_are_written_anew(stopped, straight):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_the_log(stopped, straight, monkeypatch):
     before = (stopped / STATE).read_bytes()
-    monkeypatch.setattr(runs, "open", lambda path, *rest, **more: open("/dev/full", *rest, **more), raising=False)
+
+    def full(path, *mode, **options):
+        return open("/dev/full", *mode, **options)
+
+    monkeypatch.setattr(runs, "open", full, raising=False)
     with pytest.raises(
         UserError, match=r"log\.jsonl: cannot be written \(No space left on device\); continue with --resume"
     ):

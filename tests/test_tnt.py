@@ -24,6 +24,7 @@ OPTIONS = [
     {"recipe": "relative", "scorer": "mlp", "hidden": 6},
     {"recipe": "paper", "scorer": "mlp"},
     {"recipe": "relative", "capacity": "one"},
+    {"recipe": "relative", "capacity": 0.5, "noise_at": "all"},
     {"recipe": "relative", "capacity": 0.25, "beta": 0.3},
     {"recipe": "relative", "noise_scale": "one", "score_norm": False},
     {"recipe": "relative", "stream_norm": True},
@@ -49,11 +50,16 @@ def test_the_training_step_is_what_loops_say(options, prefix):
     method = method_for(**options).train()
     x = torch.randn(2, prefix + 7, 32, generator=torch.Generator().manual_seed(1)) * 1.7
     torch.manual_seed(9)
-    ours = method(start(x, prefix), 2, {}).x
+    ours = method.add_noise(start(x, prefix), 2).x
     torch.manual_seed(9)
-    eps = torch.cat([torch.zeros(2, prefix, 32), torch.randn(2, 7, 32)], 1)
     chosen = method.config.resolved
-    capacity = 1.0 if chosen.capacity == "one" else chosen.capacity * 7
+    if chosen.capacity == "one":
+        capacity = 1.0
+    elif chosen.capacity == "drawn":
+        capacity = 7 * float(torch.empty(()).uniform_(0.1, 0.9))
+    else:
+        capacity = 7 * chosen.capacity
+    eps = torch.cat([torch.zeros(2, prefix, 32), torch.randn(2, 7, 32)], 1)
     with torch.no_grad():
         naive = noisy(
             x, eps, method.scorers["2"], prefix, capacity=capacity, noise_scale=chosen.noise_scale,
@@ -67,7 +73,7 @@ def test_the_paper_recipe_is_the_authors_code():
     method = method_for(recipe="paper").train()
     x = torch.randn(3, 1 + 9, 32)
     torch.manual_seed(4)
-    ours = method(start(x, 1), 2, {}).x
+    ours = method.add_noise(start(x, 1), 2).x
     torch.manual_seed(4)
     head = method.scorers["2"].layers[0]
     share = 1 - torch.softmax(F.linear(x[:, 1:], head.weight, head.bias).squeeze(-1), dim=-1)
@@ -88,7 +94,19 @@ def test_capacity_drawn_lies_between_a_tenth_and_nine_tenths_and_varies():
 def test_noise_is_added_after_the_noisy_blocks_only_and_nothing_is_dropped(kind, noise_blocks):
     model = make(kind)
     blocks = {None: (1, 2, 3, 4, 5), 3: (3,)}.get(noise_blocks, noise_blocks)
-    reduce_(model, TNT(at=blocks[0], keep=0.5, similar=3, noise_blocks=noise_blocks))
+    reduce_(model, TNT(at=blocks[0], keep=0.5, similar=3, noise_blocks=noise_blocks, noise_at="all"))
+    assert noisy_in_a_pass(model) == blocks
+
+
+def test_one_noisy_block_is_drawn_for_each_pass():
+    model = reduce_(make("plain"), TNT(at=2, noise_blocks=(1, 2, 5)))
+    seen = [noisy_in_a_pass(model) for _ in range(40)]
+    assert all(len(blocks) == 1 for blocks in seen)
+    assert {blocks[0] for blocks in seen} == {1, 2, 5}
+
+
+def noisy_in_a_pass(model):
+    """The blocks after which a training pass changes tokens; it must change no prefix token and drop none."""
     method = reduction_of(model).train()
     changed = []
 
@@ -100,9 +118,10 @@ def test_noise_is_added_after_the_noisy_blocks_only_and_nothing_is_dropped(kind,
         if not torch.equal(tokens.x, out.x):
             changed.append(args[1])
 
-    method.register_forward_hook(spy)
+    handle = method.register_forward_hook(spy)
     model(photos_for(model))
-    assert tuple(changed) == blocks
+    handle.remove()
+    return tuple(changed)
 
 
 def test_scores_are_fp32_whatever_the_precision_around_them():

@@ -26,7 +26,8 @@ LABELS = torch.tensor([0, 6, 3, 1, 5, 2])
 
 
 def reduced(kind="plain", **options):
-    return reduce_(make(kind), TNT(**options))
+    """A model whose scorers all learn in every step, unless told otherwise."""
+    return reduce_(make(kind), TNT(**{"noise_at": "all", **options}))
 
 
 def images_for(model):
@@ -81,7 +82,14 @@ def test_the_scorers_change_and_the_model_does_not(kind, recipe, objective):
 
 
 @pytest.mark.parametrize(
-    "options", [{"scorer": "mlp"}, {"noise_blocks": 3}, {"capacity": "drawn"}, {"at": (3, 4), "similar": 5}]
+    "options",
+    [
+        {"scorer": "mlp"},
+        {"noise_blocks": 3},
+        {"capacity": "drawn"},
+        {"at": (3, 4), "similar": 5},
+        {"noise_at": "one", "noise_blocks": 2, "at": 2},
+    ],
 )
 def test_every_kind_of_scorer_learns(options):
     model = reduced(**options)
@@ -111,6 +119,18 @@ def test_in_training_only_scorers_get_gradients():
     )
     assert steps == [1, 2, 3, 4, 5, 6]
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_where_one_block_is_noisy_its_scorer_alone_gets_gradients():
+    model = reduced(noise_at="one", noise_blocks=(2, 4), at=2)
+    learning = []
+
+    def after(step, loss, trainer):
+        weights = {block: scorer.layers[0].weight for block, scorer in model.reduction.scorers.items()}
+        learning.append([block for block, weight in weights.items() if weight.grad is not None])
+
+    fit(model, TensorSource(images_for(model), None, 1, 0), Training(batch_size=1), after=after, progress=False)
+    assert {len(blocks) for blocks in learning} == {1} and {blocks[0] for blocks in learning} == {"2", "4"}
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -152,6 +172,18 @@ def test_blocks_before_the_first_noise_run_without_a_graph(noise_blocks, first):
     with frozen(model):
         model(images_for(model))
     assert graphs == [number > first for number in range(1, 7)]
+
+
+def test_blocks_before_the_drawn_noise_run_without_a_graph():
+    model = reduced(noise_at="one", noise_blocks=(2, 4), at=2)
+    graphs = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, out: graphs.append(out.requires_grad))
+    with frozen(model):
+        for _ in range(20):
+            model(images_for(model)[:1])
+    passes = {tuple(graphs[start : start + 6]) for start in range(0, 120, 6)}
+    assert passes == {tuple(number > first for number in range(1, 7)) for first in (2, 4)}
 
 
 def test_random_drop_has_nothing_to_train():

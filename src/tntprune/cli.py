@@ -39,14 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given == ["--version"]:
-        print(f"tntprune {__version__}")
-        return 0
-    if not given:
-        given = ["--help"]
     try:
-        run = _parse(given)
-        return run()
+        return _run(given or ["--help"])
     except UserError as error:
         message = " ".join(str(error).split())
         if "--json" in given:
@@ -58,8 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tntprune: interrupted", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of our output has gone, as in `tntprune info ... | head -1`
-        sys.stderr.close()
+        commands.forget_output()
         return 1
+
+
+def _run(given: list[str]) -> int:
+    try:
+        if given == ["--version"]:
+            print(f"tntprune {__version__}")
+            return 0
+        return _parse(given)()
+    finally:
+        sys.stdout.flush()  # or a reader that has gone would be noticed where nobody can catch it
 
 
 class _WrongUsage(UserError):

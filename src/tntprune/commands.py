@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from tntprune.errors import UsageError, UserError
 from tntprune.options import MethodOptions, apply, config_from
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help="a timm model, vit16 or digits_vit")]
 Weights = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="weights to load; without it timm asks the Hub")]
@@ -113,14 +118,13 @@ def train(
     import time
 
     from tntprune.checkpoint import FILE
-    from tntprune.models import load_model
     from tntprune.reduce import reduce_, reduction_of
     from tntprune.runs import train_run
     from tntprune.train import Training, photo_source
 
     training = Training(epochs, batch_size, lr, weight_decay, warmup, seed, amp)
     config = config_from(method, reduction)
-    built = reduce_(load_model(model, weights, device), config)
+    built = reduce_(_load(model, weights, device), config)
     objective = getattr(getattr(reduction_of(built), "options", None), "objective", None)
     source = photo_source(built, data, training, objective == "ce", workers)
     begin = time.perf_counter()
@@ -160,9 +164,10 @@ def evaluate(
     """Top-1, top-5, agreement with the unpruned model, MACs and images/s."""
     import torch
 
+    from tntprune.backbones.base import Reduced
     from tntprune.data import default_workers, labelled_photos
+    from tntprune.evaluate import Figures
     from tntprune.evaluate import evaluate as run
-    from tntprune.models import load_model
     from tntprune.train import MAX_SEED, check_whole
 
     workers = default_workers() if workers is None else workers
@@ -170,16 +175,16 @@ def evaluate(
     check_whole("workers", workers, 0)
     check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
-    built = apply(load_model(model, weights, device), method, reducer, reduction)
+    built = apply(_load(model, weights, device), method, reducer, reduction)
     found, bad = run(
         built, labelled_photos(data, built), batch_size=batch_size,
         workers=workers, on_bad_image=on_bad_image, compare=compare,
     )  # fmt: skip
     for line in bad:
         print(f"skipped {line}", file=sys.stderr)
-    rows = [("pruned" if found.agreement < 100 or found.base else "model", found)]
+    rows: list[tuple[str, Figures]] = [("pruned" if isinstance(built, Reduced) else "unpruned", found)]
     if found.base is not None:
-        rows.append(("unpruned", found.base))  # type: ignore[arg-type]
+        rows.append(("unpruned", found.base))
     lines = [
         f"{found.images} images, {found.skipped} skipped",
         f"{'':9} {'top-1':>6} {'top-5':>6} {'GMACs':>6} {'images/s':>9}",
@@ -217,7 +222,6 @@ def show(
 
     from tntprune.backbones.base import Reduced
     from tntprune.draw import photo_maps, sheet, write_picture
-    from tntprune.models import load_model
     from tntprune.train import MAX_SEED, check_whole
 
     check_whole("seed", seed, 0, MAX_SEED)
@@ -226,7 +230,7 @@ def show(
         raise UsageError("no photo given; expected one or more")
     if reducer is None and method is None:
         raise UsageError("nothing to show: expected --reducer RUN, or --method random")
-    built = apply(load_model(model, weights, device), method, reducer, reduction)
+    built = apply(_load(model, weights, device), method, reducer, reduction)
     if not isinstance(built, Reduced):
         raise UserError(f"{model} is not reduced")
     maps = photo_maps(built, photos, each)
@@ -235,5 +239,26 @@ def show(
     return 0
 
 
+def _load(model: str, weights: Path | None, device: str) -> nn.Module:
+    from tntprune.models import check_name, load_model
+
+    check_name(model)
+    if weights is None and model not in ("vit16", "digits_vit"):
+        print(f"asking the Hub for the pretrained weights of {model}", file=sys.stderr)
+    return load_model(model, weights, device)
+
+
 def _tell(json: bool, data: dict[str, Any], text: str) -> None:
-    print(json_format.dumps(data, default=str) if json else text)
+    try:
+        print(json_format.dumps(data, default=str) if json else text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        forget_output()
+        raise UserError(f"standard output cannot be written ({error.strerror})") from None
+
+
+def forget_output() -> None:
+    """Let standard output lead nowhere, so that what could not be written does not fail once more at the end."""
+    with suppress(OSError, ValueError):  # it may be closed, or no file at all
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

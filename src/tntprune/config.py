@@ -124,11 +124,11 @@ class Random(Config):
 # The rows of the design's table: what each recipe fills in where an option is None.
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {
-        "capacity": "one", "noise_scale": "one", "stream_norm": True, "beta": 0.02,
+        "noise_at": "all", "capacity": "one", "noise_scale": "one", "stream_norm": True, "beta": 0.02,
         "score_norm": False, "objective": "ce",
     },
     "relative": {
-        "capacity": 0.5, "noise_scale": "rms", "stream_norm": False, "beta": 1.0,
+        "noise_at": "one", "capacity": "drawn", "noise_scale": "rms", "stream_norm": False, "beta": 1.0,
         "score_norm": True, "objective": "kl",
     },
 }  # fmt: skip
@@ -157,6 +157,8 @@ class TNT(Config):
         hidden: Width of the MLP scorer; None is twice the embedding width, derived from the paper's DeiT-Tiny figures.
         noise_blocks: Blocks whose output gets noise in training, each with a scorer; None is 1 to 5, or fewer in a
             model with fewer blocks. 0 is the patch embedding.
+        noise_at: In training, noise after "all" of these blocks at once, or after "one" of them, drawn for each batch,
+            so that every scorer learns from the features that it will see.
         capacity: Number of tokens that can pass free of noise: "one", a share of the tokens in (0, 1], or "drawn",
             a share drawn uniformly from [0.1, 0.9] for each batch and block.
         noise_scale: Noise in units of "one" or of each token's root mean square, "rms".
@@ -177,6 +179,7 @@ class TNT(Config):
     scorer: Literal["linear", "mlp"] = option("linear", "the scorer")
     hidden: int | None = option(None, "width of the mlp scorer (twice the embedding's)")
     noise_blocks: int | Sequence[int] | None = option(None, "blocks whose output gets noise in training (1 to 5)")
+    noise_at: Literal["all", "one"] | None = option(None, "noise after all of these at once, or one for each batch")
     capacity: float | Literal["one", "drawn"] | None = option(None, "tokens free of noise: one, drawn, or a share")
     noise_scale: Literal["one", "rms"] | None = option(None, "unit of the noise")
     stream_norm: bool | None = option(None, "normalise the residual stream in training, as the authors' code does")
@@ -190,7 +193,16 @@ class TNT(Config):
             object.__setattr__(self, "noise_blocks", tuple(sorted(set(_tuple(self.noise_blocks)))))
         _check(_is_int(self.similar) and self.similar >= 0, f"similar={self.similar}: expected 0 or more tokens")
         _check(_is_int(self.order) and self.order >= 0, f"order={self.order}: expected a whole number, 0 or larger")
-        for name in ("similar_at", "partition", "similar_how", "recipe", "scorer", "noise_scale", "objective"):
+        for name in (
+            "similar_at",
+            "partition",
+            "similar_how",
+            "recipe",
+            "scorer",
+            "noise_at",
+            "noise_scale",
+            "objective",
+        ):
             allowed, value = choices(TNT, name), getattr(self, name)
             _check(value in allowed, f"{name}={value!r}: expected {' or '.join(map(repr, allowed))}")
         for block in self.noise_blocks or ():  # type: ignore[union-attr]

@@ -80,8 +80,11 @@ def train_run(
         _load_state(out / STATE, trainer)
     begin = time.perf_counter()
     with _open_log(out / LOG, first) as log, _interrupts() as interrupted:
+        done = first
 
         def after(step: int, loss: float, trainer: Trainer) -> None:
+            nonlocal done
+            done = step
             rate = trainer.optimizer.param_groups[0]["lr"]
             seconds = round(time.perf_counter() - begin, 3)
             line = {
@@ -97,7 +100,12 @@ def train_run(
             if interrupted and step < total:
                 raise Stopped(f"stopped after step {step} of {total}; nothing is lost, continue with --resume")
 
-        fit(model, source, training, first, trainer, after, progress)
+        try:
+            fit(model, source, training, first, trainer, after, progress)
+        except (RuntimeError, OSError, EOFError):  # the processes that read photos got the signal too, and ended of it
+            if not interrupted:
+                raise
+            raise Stopped(f"stopped after step {done} of {total}; continue with --resume") from None
     path = save(model, out)
     _tidy(out)
     return path

@@ -74,9 +74,18 @@ class TrainingNoise(Method):
         for step in self._plan.values():
             self.register_buffer(f"order{step.ranked}", order(step.ranked, config.order), persistent=False)
 
+    def plan(self, patches: int) -> Plan:
+        """In training, the blocks that get noise in this pass; a draw on the CPU, which no device has to wait for."""
+        if not self.training:
+            return super().plan(patches)
+        noisy = [int(block) for block in self.scorers]
+        if self.options.noise_at == "one":
+            noisy = [noisy[int(torch.randint(len(noisy), (), device="cpu"))]]
+        return {block: Step(block, patches, patches, patches) for block in noisy}
+
     def forward(self, tokens: Tokens, block: int, plan: Plan) -> Tokens:
         if self.training:
-            return self.add_noise(tokens, block) if str(block) in self.scorers else tokens
+            return self.add_noise(tokens, block) if block in plan else tokens
         return super().forward(tokens, block, plan)
 
     def score(self, tokens: Tokens, block: int) -> torch.Tensor:

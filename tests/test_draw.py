@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from conftest import make, photos_for
+from PIL import Image
+
+from tntprune import TNT, Random, UserError, reduce_
+from tntprune.draw import ORIGINAL, curve, kept_maps, photo_maps, sheet, to_pixels, veiled
+from tntprune.reduce import reduction_of
+
+
+def test_kept_tokens_stay_clear_dropped_ones_are_veiled_and_merged_ones_half():
+    pixels = np.full((4, 6, 3), 100, dtype=np.uint8)
+    carrier = np.array([0, -1, 0, 3, 4, -1])  # 2 x 3 grid: 0, 3 and 4 kept, 1 and 5 dropped, 2 merged into 0
+    seen = veiled(pixels, carrier, (2, 3))
+    assert seen.shape == pixels.shape and seen.dtype == np.uint8
+    assert (seen[:2, :2] == 100).all() and (seen[2:, :4] == 100).all()
+    assert (seen[:2, 2:4] == 227).all() and (seen[2:, 4:] == 227).all()
+    assert (seen[:2, 4:] == 164).all()
+
+
+def test_a_normalised_image_becomes_the_picture_it_was():
+    picture = torch.randint(0, 256, (3, 5, 7), generator=torch.Generator().manual_seed(0)).float() / 255
+    mean, std = (0.1, 0.5, 0.3), (0.2, 0.4, 0.9)
+    normalised = (picture - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    assert np.array_equal(to_pixels(normalised, mean, std), (picture * 255).round().byte().permute(1, 2, 0).numpy())
+    grey = to_pixels(torch.zeros(1, 4, 4), [0.5], [0.5])
+    assert grey.shape == (4, 4, 3) and (grey == 128).all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "registers", "no_cls", "non_square", "patch_8x4"])
+def test_a_map_shows_exactly_the_kept_patches(kind):
+    model = reduce_(make(kind), Random(at=(0, 2), keep=0.5))
+    images = photos_for(model)
+    (tall, wide), grid = model.patch_embed.patch_size, model.patch_embed.grid_size
+    for picture in kept_maps(model, images, (0.5,) * 3, (0.5,) * 3):
+        assert list(picture) == [ORIGINAL, "before block 1", "after block 2"]
+        count = grid[0] * grid[1]
+        for caption in ("before block 1", "after block 2"):
+            count = count // 2
+            same = (picture[caption] == picture[ORIGINAL]).all(2)
+            clear = same.reshape(grid[0], tall, grid[1], wide).all((1, 3))
+            assert clear.sum() == count
+
+
+def test_each_lets_every_location_work_alone_and_leaves_the_model_as_it_was():
+    model = reduce_(make("plain"), TNT(at=(1, 2, 3), keep=(0.5, 0.25, 0.75)))
+    images = photos_for(model)
+    before = reduction_of(model).config
+    with torch.inference_mode():
+        expected = model(images)
+        (one, *_), (each, *_) = (kept_maps(model, images, (0.5,) * 3, (0.5,) * 3, each) for each in (False, True))
+        assert reduction_of(model).config == before and torch.equal(model(images), expected)
+    assert list(one) == list(each) == [ORIGINAL, "after block 1", "after block 2", "after block 3"]
+    clear = {
+        caption: (pixels == each[ORIGINAL]).all(2).reshape(8, 4, 8, 4).all((1, 3)).sum() for caption, pixels in each.items()
+    }
+    assert clear == {ORIGINAL: 64, "after block 1": 32, "after block 2": 16, "after block 3": 48}
+
+
+def test_a_sheet_has_a_row_for_each_photo_and_a_column_for_each_block(tmp_path):
+    model = reduce_(make("plain"), Random(at=(1, 3), keep=0.5))
+    paths = []
+    for name in ("one", "two"):
+        paths.append(tmp_path / f"{name}.png")
+        Image.effect_noise((48, 40), 90).convert("RGB").save(paths[-1])
+    maps = photo_maps(model, paths)
+    picture = Image.open(io.BytesIO(sheet(maps, ["one", "two"])))
+    alone = Image.open(io.BytesIO(sheet(maps[:1], ["one"])))
+    assert picture.format == "PNG" and picture.width == alone.width and picture.height > 1.7 * alone.height
+    assert picture.width > 900
+
+
+def test_a_curve_is_a_picture_in_either_form():
+    lines = {"a": [(2.0, 50.0), (1.0, 40.0)], "b": [(1.0, 30.0)]}
+    assert Image.open(io.BytesIO(curve(lines, (3.0, 60.0), "cost", "right", "png"))).format == "PNG"
+    assert b"<svg" in curve(lines, (3.0, 60.0), "cost", "right", "svg")
+
+
+def test_without_matplotlib_one_line_says_what_to_install(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"pip install 'tntprune\[plot\]'"):
+        curve({"a": [(1.0, 1.0)]}, (1.0, 1.0), "x", "y", "png")

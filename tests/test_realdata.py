@@ -1,0 +1,50 @@
+"""A real ViT-Tiny on real photos. Skipped, and saying so, where they are not at hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tntprune import TNT, Random, reduce_
+from tntprune.batches import PhotoSource
+from tntprune.cli import main
+from tntprune.data import Photos, labelled_photos, transform_for
+from tntprune.evaluate import evaluate
+from tntprune.models import load_model
+from tntprune.reduce import reduction_of
+from tntprune.train import Training, fit
+
+pytestmark = [pytest.mark.realdata, pytest.mark.slow]
+MODEL = "vit_tiny_patch16_224"
+
+
+def test_the_unpruned_model_reaches_what_it_is_known_to_reach(data, capsys):
+    weights = str(data / f"{MODEL}.safetensors")
+    assert main(["eval", MODEL, "--weights", weights, "--data", str(data / "imagenet-val-1300"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["images"] == 1300 and found["skipped"] == 0
+    assert abs(found["top1"] - 82.5) <= 0.3
+    assert found["agreement"] == 100 and found["tokens"] == [196] * 12
+
+
+def test_a_short_training_beats_random_drop_on_photos_it_has_not_seen(data):
+    """On calibration photos only: two thirds to train on, a third held out."""
+    model = load_model(MODEL, data / f"{MODEL}.safetensors")
+    photos = labelled_photos(data / "calibration-1000" / "images", model)
+    order = torch.randperm(len(photos), generator=torch.Generator().manual_seed(0)).tolist()
+    train, held_out = [photos[i] for i in order[:600]], [photos[i] for i in order[600:840]]
+    training = Training(epochs=1, batch_size=16, lr=0.01, amp="bf16")
+    reduce_(model, TNT(at=3, keep=0.25, noise_blocks=3))
+    fit(model, PhotoSource(Photos(train, transform_for(model, True)), 16, 0, 1, True), training, progress=False)
+    learned = reduction_of(model).state_dict()
+
+    def agreement(config):
+        reduce_(model, config)
+        if isinstance(config, TNT):
+            reduction_of(model).load_state_dict(learned)
+        return evaluate(model, held_out, progress=False)[0].agreement
+
+    random = max(agreement(Random(at=3, keep=0.25, order=seed)) for seed in range(2))
+    assert agreement(TNT(at=3, keep=0.25, noise_blocks=3, similar=25)) > random + 2
