@@ -28,7 +28,7 @@ from tntprune.storage import read_metadata, read_weights
 from tntprune.train import Training, calibrate_, photo_source
 
 CONFIG = TNT(at=2, noise_blocks=(2, 4))
-TRAINING = Training(epochs=4, batch_size=4)
+TRAINING = Training(epochs=4, batch_size=4, lr=0.02)
 STEPS, SAVE = 12, 3
 REDUCER, STATE, LOG = "reducer.safetensors", "checkpoint.safetensors", "log.jsonl"
 IMAGES, LABELS = photos_for(make("plain"), 12), torch.arange(12) % 7

@@ -18,13 +18,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help="a timm model, vit16 or digits_vit")]
-Weights = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="weights to load; without it timm asks the Hub")]
+Weights = Annotated[
+    Path | None,
+    tyro.conf.arg(metavar="FILE", help="weights to load; without it timm asks the Hub", help_behavior_hint=""),
+]
 Device = Annotated[str, tyro.conf.arg(metavar="DEVICE", help="cpu, cuda or mps")]
 Json = Annotated[bool, tyro.conf.arg(help="one JSON object on standard output, everything else on standard error")]
-Reducer = Annotated[str | None, tyro.conf.arg(metavar="RUN", help="a folder made by train, or a Hub id")]
-MethodName = Annotated[str | None, tyro.conf.arg(metavar="NAME", help="a method: tnt or random")]
+Reducer = Annotated[
+    str | None, tyro.conf.arg(metavar="RUN", help="a folder made by train, or a Hub id", help_behavior_hint="")
+]
+MethodName = Annotated[str | None, tyro.conf.arg(metavar="NAME", help="a method: tnt or random", help_behavior_hint="")]
 Seed = Annotated[int, tyro.conf.arg(metavar="INT", help="of everything random")]
-Workers = Annotated[int | None, tyro.conf.arg(metavar="INT", help="processes that read photos (half the processors)")]
+Workers = Annotated[
+    int | None,
+    tyro.conf.arg(metavar="INT", help="processes that read photos (half the processors)", help_behavior_hint=""),
+]
 
 
 def demo(out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("demo"), seed: Seed = 0, json: Json = False) -> int:
@@ -102,12 +110,15 @@ def train(
     reduction: MethodOptions = MethodOptions(),
     weights: Weights = None,
     device: Device = "cpu",
-    epochs: Annotated[int, tyro.conf.arg(metavar="INT", help="passes over the photos")] = 8,
-    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos a step")] = 32,
-    lr: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="peak learning rate")] = 0.02,
+    epochs: Annotated[int, tyro.conf.arg(metavar="INT", help="passes over the photos")] = 5,
+    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos a step")] = 16,
+    lr: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="peak learning rate")] = 0.01,
     weight_decay: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="AdamW's")] = 0.0,
     warmup: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="share of the steps in which the rate rises")] = 0.1,
-    amp: Annotated[Literal["none", "bf16"], tyro.conf.arg(help="bf16: run the model under autocast")] = "none",
+    amp: Annotated[
+        Literal["auto", "none", "bf16"],
+        tyro.conf.arg(help="run the model in bf16 under autocast; auto: where it is fast"),
+    ] = "auto",
     seed: Seed = 0,
     workers: Workers = None,
     save_every: Annotated[int, tyro.conf.arg(metavar="STEPS", help="between checkpoints")] = 50,
@@ -118,13 +129,14 @@ def train(
     import time
 
     from tntprune.checkpoint import FILE
-    from tntprune.reduce import reduce_, reduction_of
+    from tntprune.reduce import device_of, reduce_, reduction_of
     from tntprune.runs import train_run
     from tntprune.train import Training, photo_source
 
     training = Training(epochs, batch_size, lr, weight_decay, warmup, seed, amp)
     config = config_from(method, reduction)
     built = reduce_(_load(model, weights, device), config)
+    training = training.on(device_of(built))
     objective = getattr(getattr(reduction_of(built), "options", None), "objective", None)
     source = photo_source(built, data, training, objective == "ce", workers)
     begin = time.perf_counter()

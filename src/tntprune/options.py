@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 import tyro
 
-from tntprune.config import METHODS, TNT, Config, check_options, find_method, options
+from tntprune.config import METHODS, Config, check_options, find_method, options
 from tntprune.errors import UsageError, UserError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
             hint = _flag(hints[name])
             users = [m for m, c in METHODS.items() if name in options(c)]
             only = "" if len(users) == len(METHODS) else f" [{', '.join(sorted(users))}]"
-            about = tyro.conf.arg(help=entry.metadata["help"] + only, metavar=_metavar(hint))
+            about = tyro.conf.arg(help=entry.metadata["help"] + only, metavar=_metavar(hint), help_behavior_hint="")
             found[name] = (name, Annotated[hint | None, about], field(default=None))
     return list(found.values())
 
@@ -107,6 +107,3 @@ def apply(model: nn.Module, method: str | None, reducer: str | None, flags: Meth
     if implementation(type(config)).trains:
         raise UserError(f"{method} has to be trained first; expected --reducer RUN, made by tntprune train")
     return reduce_(model, config)
-
-
-__all__ = ["TNT", "MethodOptions", "apply", "config_from", "given"]

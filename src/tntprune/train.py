@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -49,16 +49,17 @@ class Training:
         weight_decay: AdamW's, on weights and not on biases.
         warmup: Share of the steps in which the rate rises.
         seed: Of the order, the augmentation and the noise.
-        amp: "bf16" runs the model in bfloat16 under autocast; scores, losses and scorers stay in fp32.
+        amp: "bf16" runs the model in bfloat16 under autocast, and scores, losses and scorers stay in fp32; "none" runs
+            all in fp32; "auto" is "bf16" where the device has instructions for it (AMX, or a CUDA device that says so).
     """
 
-    epochs: int = 8
-    batch_size: int = 32
-    lr: float = 0.02
+    epochs: int = 5
+    batch_size: int = 16
+    lr: float = 0.01
     weight_decay: float = 0.0
     warmup: float = 0.1
     seed: int = 0
-    amp: Literal["none", "bf16"] = "none"
+    amp: Literal["auto", "none", "bf16"] = "auto"
 
     def __post_init__(self) -> None:
         check_whole("epochs", self.epochs, 1)
@@ -74,8 +75,21 @@ class Training:
             raise UsageError(f"weight_decay={self.weight_decay}: expected 0 or more")
         if not 0 <= self.warmup < 1:
             raise UsageError(f"warmup={self.warmup}: expected a share from 0 to below 1")
-        if self.amp not in ("none", "bf16"):
-            raise UsageError(f"amp={self.amp!r}: expected 'none' or 'bf16'")
+        if self.amp not in ("auto", "none", "bf16"):
+            raise UsageError(f"amp={self.amp!r}: expected 'auto', 'none' or 'bf16'")
+
+    def on(self, device: torch.device) -> Training:
+        """The same, with "auto" decided for a device."""
+        return replace(self, amp="bf16" if bf16_is_native(device) else "none") if self.amp == "auto" else self
+
+
+def bf16_is_native(device: torch.device) -> bool:
+    """Whether a device multiplies matrices in bfloat16 faster than in fp32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cpu":
+        return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    return False
 
 
 class Trainer:
@@ -101,6 +115,7 @@ class Trainer:
         self.base = base_of(model)
         self.backbone = find_backbone(model)
         self.device = device_of(model)
+        self.bf16 = training.on(self.device).amp == "bf16"
         self.optimizer = create_optimizer_v2(
             self.method, opt="adamw", lr=training.lr, weight_decay=training.weight_decay
         )
@@ -119,7 +134,7 @@ class Trainer:
         torch.manual_seed(self.training.seed * 1_000_003 + number)
         self.schedule.step_update(number)
         images = images.to(self.device, non_blocking=True)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.training.amp == "bf16"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             loss = self.loss(images, labels)
         self.optimizer.zero_grad()
         loss.backward()
