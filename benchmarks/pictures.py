@@ -16,7 +16,7 @@ from tntprune import load_
 from tntprune.draw import photo_maps, sheet, write_picture
 from tntprune.models import load_model
 
-PHOTOS = ("astronaut", "chelsea", "coffee", "rocket")
+PHOTOS = ("chelsea", "rocket")
 
 
 def main(reducer: Path, weights: Path, out: Path = Path("docs/kept.png"), keep: float = 0.25) -> None:
