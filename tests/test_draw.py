@@ -57,7 +57,8 @@ def test_each_lets_every_location_work_alone_and_leaves_the_model_as_it_was():
         assert reduction_of(model).config == before and torch.equal(model(images), expected)
     assert list(one) == list(each) == [ORIGINAL, "after block 1", "after block 2", "after block 3"]
     clear = {
-        caption: (pixels == each[ORIGINAL]).all(2).reshape(8, 4, 8, 4).all((1, 3)).sum() for caption, pixels in each.items()
+        caption: (pixels == each[ORIGINAL]).all(2).reshape(8, 4, 8, 4).all((1, 3)).sum()
+        for caption, pixels in each.items()
     }
     assert clear == {ORIGINAL: 64, "after block 1": 32, "after block 2": 16, "after block 3": 48}
 

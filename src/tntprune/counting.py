@@ -55,7 +55,7 @@ def macs(model: nn.Module) -> Macs:
     layout, costs = backbone.layout(model), backbone.costs(model)
     whole = [layout.patches] * layout.depth
     base = sum(_blocks(costs, whole, layout.prefix)) + costs.embed + _head(costs, layout.patches, layout.prefix)
-    steps = tuple(model.reduction.plan(layout.patches).values()) if isinstance(model, Reduced) else ()
+    steps = tuple(model.reduction.steps(layout.patches).values()) if isinstance(model, Reduced) else ()
     tokens = entering(steps, layout.patches, layout.depth)
     per_block = _blocks(costs, tokens, layout.prefix)
     own = {step.block: model.reduction.macs(step) for step in steps} if isinstance(model, Reduced) else {}

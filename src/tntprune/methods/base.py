@@ -55,13 +55,17 @@ class Method(nn.Module):
         super().__init__()
         self.config = config
         self.layout = layout
-        self._plan = self._steps(layout.patches)
+        self._own = self._schedule(layout.patches)
+
+    def steps(self, patches: int) -> Plan:
+        """Where tokens go from an image of so many patches, by block; made beforehand for the model's own size."""
+        return self._own if patches == self.layout.patches else self._schedule(patches)
 
     def plan(self, patches: int) -> Plan:
-        """The steps by block for an image of so many patches; made beforehand for the model's own size."""
-        return self._plan if patches == self.layout.patches else self._steps(patches)
+        """Where this pass acts, asked once at its start: where tokens go, unless a method trains otherwise."""
+        return self.steps(patches)
 
-    def _steps(self, patches: int) -> Plan:
+    def _schedule(self, patches: int) -> Plan:
         return {step.block: step for step in schedule(self.config, patches, self.layout.depth)}
 
     def forward(self, tokens: Tokens, block: int, plan: Plan) -> Tokens:

@@ -71,7 +71,7 @@ class TrainingNoise(Method):
         hidden = (config.hidden or 2 * width,) if config.scorer == "mlp" else ()
         generator = torch.Generator().manual_seed(0)
         self.scorers = nn.ModuleDict({str(block): Scorer((width, *hidden, 1), generator) for block in blocks})
-        for step in self._plan.values():
+        for step in self._own.values():
             self.register_buffer(f"order{step.ranked}", order(step.ranked, config.order), persistent=False)
 
     def plan(self, patches: int) -> Plan:
