@@ -21,7 +21,7 @@ TRAININGS = {
     "TNT": ["--recipe", "relative"],
     "TNT, paper's recipe": ["--recipe", "paper"],
 }
-KEEP = ("0.7", "0.5", "0.35", "0.25")
+KEEP = ("0.7", "0.5", "0.25")
 SEVERAL = ("0.8",)  # at blocks 3, 4 and 5 each
 
 

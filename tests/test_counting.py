@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from conftest import make, photos_for
 from fvcore.nn import FlopCountAnalysis
 
+from conftest import make, photos_for
 from tntprune import TNT, Random, macs, reduce_, vit16
 from tntprune.reduce import base_of
 

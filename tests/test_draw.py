@@ -5,9 +5,9 @@ import io
 import numpy as np
 import pytest
 import torch
-from conftest import make, photos_for
 from PIL import Image
 
+from conftest import make, photos_for
 from tntprune import TNT, Random, UserError, reduce_
 from tntprune.draw import ORIGINAL, curve, kept_maps, photo_maps, sheet, to_pixels, veiled
 from tntprune.reduce import reduction_of

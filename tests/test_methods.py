@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from conftest import BACKBONES, make, photos_for
 
 import tntprune
+from conftest import BACKBONES, make, photos_for
 from tntprune.config import METHODS, TNT, Random
 from tntprune.reduce import reduce_, reduction_of, restore_
 

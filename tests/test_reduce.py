@@ -5,11 +5,11 @@ import pickle
 import pytest
 import timm
 import torch
-from conftest import make, photos_for
 from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, VisionTransformer
 from torch import nn
 
 import tntprune
+from conftest import make, photos_for
 from tntprune import TNT, Random, UserError, reduce_, restore_
 from tntprune.reduce import base_of, reduction_of
 

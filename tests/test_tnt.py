@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make, photos_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import noisy, score, without_similar
 
+from conftest import make, photos_for
+from reference import noisy, score, without_similar
 from tntprune.config import TNT
 from tntprune.errors import UsageError
 from tntprune.methods.similar import remove_similar

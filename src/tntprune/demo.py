@@ -29,8 +29,8 @@ METHODS: dict[str, Config] = {
 }
 # Chosen on the training scans alone.
 TRAINING: dict[str, dict[str, Any]] = {
-    "TNT": {"epochs": 3, "lr": 0.005},
-    "TNT, paper's recipe": {"epochs": 3, "lr": 0.02},
+    "TNT": {"epochs": 3, "lr": 0.01},
+    "TNT, paper's recipe": {"epochs": 3, "lr": 0.01},
 }
 
 
