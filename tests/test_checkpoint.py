@@ -130,8 +130,10 @@ def test_random_drop_can_be_changed_too(tmp_path):
         ({"at": 6}, UsageError, "at=6"),
         ({"at": 0}, UsageError, "at=0: no scorer there"),
         ({"tokens": 65}, UsageError, "only 64 patch tokens"),
-        ({"scorer": "mlp"}, UserError, "does not fit its own configuration"),
-        ({"noise_blocks": (1, 2, 3)}, UserError, "does not fit its own configuration"),
+        ({"scorer": "mlp"}, UsageError, "was trained with 'linear'"),
+        ({"noise_blocks": (1, 2, 3)}, UsageError, "was trained with None"),
+        ({"recipe": "paper"}, UsageError, "was trained with 'relative'"),
+        ({"score_norm": False}, UsageError, "was trained with None"),
     ],
 )
 def test_changes_that_do_not_fit_are_refused_and_the_model_stays_as_it_is(saved, changes, kind, words):

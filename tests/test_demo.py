@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -64,6 +65,14 @@ def test_the_demo_does_the_whole_job(tmp_path, capsys):
     for method in METHODS:
         assert method.replace("'", "&#x27;") in page
     assert re.search(r"\d{4}-\d\d-\d\d", page)
+
+
+def test_what_is_not_installed_is_told_at_once(tmp_path, capsys, monkeypatch):
+    for module in ("matplotlib", "sklearn.datasets"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            assert main(["demo", "--out", str(tmp_path / "demo")]) == 1
+        assert "pip install 'tntprune[" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path, capsys):

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from conftest import make, photos_for
-from tntprune import TNT, Random, UserError, reduce_
+from tntprune import TNT, Random, UserError, calibrate_, reduce_
 from tntprune.draw import ORIGINAL, curve, kept_maps, photo_maps, sheet, to_pixels, veiled
 from tntprune.reduce import reduction_of
 
@@ -88,3 +88,15 @@ def test_without_matplotlib_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"pip install 'tntprune\[plot\]'"):
         curve({"a": [(1.0, 1.0)]}, (1.0, 1.0), "x", "y", "png")
+
+
+def test_after_a_sheet_the_model_can_still_be_trained():
+    model = reduce_(make("plain"), TNT(at=(1, 2), keep=0.5))
+    method = reduction_of(model)
+    images = photos_for(model)
+    kept_maps(model, images, (0.5,) * 3, (0.5,) * 3, each=True)
+    assert reduction_of(model) is method
+    calibrate_(model, images, epochs=1, batch_size=3, progress=False)
+    with pytest.raises(RuntimeError):
+        kept_maps(model, images[:, :1], (0.5,), (0.5,), each=True)
+    assert reduction_of(model) is method

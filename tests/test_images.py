@@ -342,3 +342,22 @@ def test_linked_class_folders_are_followed_and_loops_are_not(tmp_path):
     root.mkdir()
     (root / "cats").symlink_to(real)
     assert find_images(root) == [root / "cats" / "a.png"]
+
+
+def test_two_links_to_one_folder_are_two_folders(tmp_path):
+    real = tmp_path / "real"
+    real.mkdir()
+    (real / "a.png").write_bytes(encoded(Image.fromarray(NOISE), "PNG"))
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in ("one", "two"):
+        (root / name).symlink_to(real)
+    assert find_images(root) == [root / "one" / "a.png", root / "two" / "a.png"]
+
+
+def test_a_sliver_is_refused_before_it_is_blown_up(tmp_path):
+    (tmp_path / "sliver.png").write_bytes(encoded(Image.new("L", (1, 60_000)), "PNG"))
+    with pytest.raises(BadImage, match="1 x 60000 pixels; expected sides of at most 100 to 1"):
+        read_image(tmp_path / "sliver.png")
+    (tmp_path / "long.png").write_bytes(encoded(Image.new("L", (100, 1)), "PNG"))
+    assert read_image(tmp_path / "long.png").size == (100, 1)

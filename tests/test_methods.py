@@ -197,6 +197,17 @@ def test_export_gives_what_eager_gives(kind, name):
         torch.testing.assert_close(program(images), run(model, images), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["random", "tnt-similar", "tnt-several", "tnt-merge"])
+def test_export_with_any_batch_size(name):
+    model = stirred(make("plain"), CONFIGS[name])
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(model, (photos_for(model, 3),), dynamic_shapes=({0: batch},)).module()
+    for count in (1, 5):
+        images = photos_for(model, count)
+        with torch.inference_mode():
+            torch.testing.assert_close(program(images), run(model, images), atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["random", "tnt-several", "tnt-merge"])
 def test_compiled_in_one_graph_gives_what_eager_gives(name):

@@ -134,6 +134,36 @@ def test_a_trace_is_filled_anew_by_each_pass_and_ends_with_its_context():
     assert model.trace is None
 
 
+def test_a_pass_that_drops_nothing_leaves_an_empty_trace():
+    model = reduce_(make("dynamic"), TNT(at=(1, 3), tokens=(9, 4)))
+    with tntprune.record(model) as trace:
+        model(torch.randn(1, 3, 32, 32))
+        assert sorted(trace.kept) == [1, 3]
+        model(torch.randn(1, 3, 12, 12))  # 9 patches: nothing to drop after block 1
+        assert sorted(trace.kept) == [3]
+        model(torch.randn(1, 3, 16, 16))
+        assert sorted(trace.kept) == [1, 3]
+
+
+def test_traces_nest():
+    model = reduce_(make("plain"), Random(at=1, keep=0.5))
+    with tntprune.record(model) as outer:
+        with tntprune.record(model) as inner:
+            model(photos_for(model, 1))
+        assert not outer.kept and inner.kept
+        model(photos_for(model, 2))
+        assert len(outer.kept[1]) == 2
+    assert model.trace is None
+
+
+def test_a_compiled_model_is_not_restored_without_a_word():
+    model = torch.compile(reduce_(make("plain"), Random(at=1, keep=0.5)))
+    with pytest.raises(UserError, match="restore the model that was compiled"):
+        restore_(model)
+    with pytest.raises(UserError, match="give the model that was compiled"):
+        reduction_of(model)
+
+
 def test_the_public_names_are_there_and_nothing_is_hidden_by_a_module():
     assert all(callable(getattr(tntprune, name)) for name in tntprune.__all__)
     with pytest.raises(AttributeError, match="no attribute 'prune'"):

@@ -455,3 +455,13 @@ def test_the_model_is_trained_where_the_run_ends(stopped, straight):
     model = run(stopped, resume=True)
     state = reduction_of(model).state_dict()
     assert all(torch.equal(state[name], value) for name, value in learned(straight).items())
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    import fcntl
+
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process trains here"):
+            run(tmp_path / "run")

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.models.vision_transformer import VisionTransformer
 from torch.utils.data import DataLoader, TensorDataset
 
-from conftest import make, photos_for
+from conftest import SMALL, make, photos_for
 from tntprune.batches import TensorSource, chosen
 from tntprune.config import TNT, Random
 from tntprune.digits import cluttered_digits
 from tntprune.digits_vit import digits_vit
 from tntprune.errors import UsageError, UserError
-from tntprune.reduce import base_of, reduce_
+from tntprune.reduce import base_of, reduce_, reduction_of
 from tntprune.train import Trainer, Training, calibrate_, fit, frozen
 
 KINDS = ["plain", "distilled", "no_cls", "map_pool"]
@@ -443,3 +444,38 @@ def test_training_again_goes_on_from_where_the_scorers_are():
     twice = scorers(calibrate_(model, images, **QUICK))
     assert not same(once, twice)
     assert same(base_state(make("plain")), base_state(base_of(model)))
+
+
+def test_a_model_without_class_logits_is_refused():
+    for options in ({"num_classes": 0}, {"global_pool": ""}):
+        model = VisionTransformer(**{**SMALL, **options})
+        reduce_(model, TNT(at=2, keep=0.5))
+        with pytest.raises(UserError, match="no class logits to train against"):
+            calibrate_(model, torch.randn(4, 3, 32, 32), progress=False)
+
+
+def test_labels_that_are_no_classes_are_refused():
+    model = reduce_(make("plain"), TNT(at=2, keep=0.5, objective="ce"))
+    with pytest.raises(UserError, match="labels from 0 to 7; the model has classes 0 to 6"):
+        calibrate_(model, photos_for(model, 2), torch.tensor([0, 7]), progress=False)
+    with pytest.raises(UsageError, match="labels go with a tensor of images"):
+        calibrate_(model, [photos_for(model, 2)], torch.tensor([0, 6]), progress=False)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_it_trains_where_gradients_are_off_around_it(context):
+    model = reduce_(make("plain"), TNT(at=2, keep=0.5))
+    images = photos_for(model, 4)
+    before = [p.clone() for p in reduction_of(model).parameters()]
+    with context():
+        calibrate_(model, images, epochs=1, batch_size=2, progress=False)
+    assert any(not torch.equal(a, b) for a, b in zip(before, reduction_of(model).parameters()))
+
+
+def test_gradients_that_were_there_are_still_there():
+    model = reduce_(make("plain"), TNT(at=2, keep=0.5))
+    images = photos_for(model, 4)
+    model(images).sum().backward()
+    before = model.head.weight.grad.clone()
+    calibrate_(model, images, epochs=1, batch_size=2, progress=False)
+    assert torch.equal(model.head.weight.grad, before)

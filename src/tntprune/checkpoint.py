@@ -12,8 +12,8 @@ from torch import nn
 
 import tntprune
 from tntprune.backbones.base import find_backbone
-from tntprune.config import Config, from_dict, to_dict
-from tntprune.errors import UserError
+from tntprune.config import Config, from_dict, options, to_dict
+from tntprune.errors import UsageError, UserError
 from tntprune.reduce import base_of, reduce_, reduction_of
 from tntprune.storage import make_folder, read_metadata, read_weights, write
 
@@ -22,12 +22,13 @@ FILE = "reducer.safetensors"
 EMPTY = "nothing"  # a safetensors file needs a tensor even where a method has none
 
 
-def save(model: nn.Module, folder: str | Path) -> Path:
+def save(model: nn.Module, folder: str | Path, made_by: str = "") -> Path:
     """Save a model's reduction: its configuration and what it learned, not the model.
 
     Args:
         model: A reduced model.
         folder: Where to put `reducer.safetensors`; made if it is not there.
+        made_by: A note to keep in the file, such as the options of the training.
 
     Returns:
         The path of the file.
@@ -41,6 +42,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     layout = method.layout
     about = {
         "tntprune": tntprune.__version__,
+        "made_by": made_by,
         "config": json.dumps(to_dict(method.config)),
         "backbone": json.dumps({"embed_dim": layout.embed_dim, "depth": layout.depth}),
     }
@@ -65,6 +67,12 @@ def load_(model: Model, source: str | Path, **changes: Any) -> Model:
         UsageError: an option does not exist or is out of range.
     """
     config, tensors, path = read(source)
+    for name, entry in options(type(config)).items():
+        if entry.metadata["learned"] and changes.get(name, getattr(config, name)) != getattr(config, name):
+            raise UsageError(
+                f"{name}={changes[name]!r}: {path} was trained with {getattr(config, name)!r}, and only fits that; "
+                "expected no change of it, or another training"
+            )
     if changes:
         config = config.changed(**changes)
     made_for = _parse(path, read_metadata(path)["backbone"])

@@ -54,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `tntprune info ... | head -1`
         commands.forget_output()
         return 1
+    except OSError as error:  # a path that is too long, or that lies under a folder we may not enter
+        name = f"{error.filename}: "[:200] if error.filename else ""
+        print(f"tntprune: {name}{error.strerror or error}", file=sys.stderr)
+        return 1
 
 
 def _run(given: list[str]) -> int:

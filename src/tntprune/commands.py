@@ -114,6 +114,9 @@ def train(
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos a step")] = 16,
     lr: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="peak learning rate")] = 0.01,
     weight_decay: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="AdamW's")] = 0.0,
+    label_smoothing: Annotated[
+        float, tyro.conf.arg(metavar="FLOAT", help="of --objective ce; the authors' is 0.1")
+    ] = 0.0,
     warmup: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="share of the steps in which the rate rises")] = 0.1,
     amp: Annotated[
         Literal["auto", "none", "bf16"],
@@ -133,12 +136,11 @@ def train(
     from tntprune.runs import train_run
     from tntprune.train import Training, photo_source
 
-    training = Training(epochs, batch_size, lr, weight_decay, warmup, seed, amp)
+    training = Training(epochs, batch_size, lr, weight_decay, label_smoothing, warmup, seed, amp)
     config = config_from(method, reduction)
     built = reduce_(_load(model, weights, device), config)
     training = training.on(device_of(built))
-    objective = getattr(getattr(reduction_of(built), "options", None), "objective", None)
-    source = photo_source(built, data, training, objective == "ce", workers)
+    source = photo_source(built, data, training, reduction_of(built).objective == "ce", workers)
     begin = time.perf_counter()
     about = {
         "model": model, "weights": weights and str(weights.resolve()),

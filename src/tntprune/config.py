@@ -31,9 +31,15 @@ def method(name: str) -> Callable[[C], C]:
     return enter
 
 
-def option(default: Any, help: str) -> Any:
-    """A field with the one-line help that the command line and the docs print."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, *, learned: bool = False) -> Any:
+    """A field with the one-line help that the command line prints.
+
+    Args:
+        default: Its default.
+        help: The line.
+        learned: What was learned only fits this value, so that it cannot be changed in a saved reduction.
+    """
+    return field(default=default, metadata={"help": help, "learned": learned})
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class Config:
         for name in ("at", "keep", "tokens"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else _tuple(value))
+        _check(self.at is not None, "at=None: expected at least one block")
         locations: tuple[Any, ...] = self.locations
         _check(len(locations) > 0, "at: no location given; expected at least one block")
         for at in locations:
@@ -175,22 +182,27 @@ class TNT(Config):
     partition: Literal["random", "sequential"] = option("random", "how the similarity step splits the tokens")
     similar_how: Literal["drop", "merge"] = option("drop", "drop similar tokens, or merge each into its match")
     order: int = option(0, "seed of the random partition")
-    recipe: Literal["relative", "paper"] = option("relative", "the default of each option below")
-    scorer: Literal["linear", "mlp"] = option("linear", "the scorer")
-    hidden: int | None = option(None, "width of the mlp scorer (twice the embedding's)")
-    noise_blocks: int | Sequence[int] | None = option(None, "blocks whose output gets noise in training (1 to 5)")
+    recipe: Literal["relative", "paper"] = option("relative", "the default of each option below", learned=True)
+    scorer: Literal["linear", "mlp"] = option("linear", "the scorer", learned=True)
+    hidden: int | None = option(None, "width of the mlp scorer (twice the embedding's)", learned=True)
+    noise_blocks: int | Sequence[int] | None = option(
+        None, "blocks whose output gets noise in training (1 to 5)", learned=True
+    )
     noise_at: Literal["all", "one"] | None = option(None, "noise after all of these at once, or one for each batch")
     capacity: float | Literal["one", "drawn"] | None = option(None, "tokens free of noise: one, drawn, or a share")
     noise_scale: Literal["one", "rms"] | None = option(None, "unit of the noise")
     stream_norm: bool | None = option(None, "normalise the residual stream in training, as the authors' code does")
     beta: float | None = option(None, "standard deviation of the noise")
-    score_norm: bool | None = option(None, "score a LayerNorm of the tokens")
+    score_norm: bool | None = option(None, "score a LayerNorm of the tokens", learned=True)
     objective: Literal["ce", "kl"] | None = option(None, "train against labels, or against the unpruned model")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noise_blocks is not None:
-            object.__setattr__(self, "noise_blocks", tuple(sorted(set(_tuple(self.noise_blocks)))))
+            blocks = _tuple(self.noise_blocks)
+            for block in blocks:
+                _check(_is_int(block) and block >= 0, f"noise_blocks: {block} given; expected numbers, 0 or larger")
+            object.__setattr__(self, "noise_blocks", tuple(sorted(set(blocks))))
         _check(_is_int(self.similar) and self.similar >= 0, f"similar={self.similar}: expected 0 or more tokens")
         _check(_is_int(self.order) and self.order >= 0, f"order={self.order}: expected a whole number, 0 or larger")
         for name in (
@@ -205,11 +217,15 @@ class TNT(Config):
         ):
             allowed, value = choices(TNT, name), getattr(self, name)
             _check(value in allowed, f"{name}={value!r}: expected {' or '.join(map(repr, allowed))}")
-        for block in self.noise_blocks or ():  # type: ignore[union-attr]
-            _check(_is_int(block) and block >= 0, f"noise_blocks: {block} given; expected block numbers, 0 or larger")
         _check(self.noise_blocks != (), "noise_blocks: none given; expected at least one block")
         width = self.hidden is None or (_is_int(self.hidden) and self.hidden > 0)
         _check(width, f"hidden={self.hidden}: expected a width above 0")
+        _check(
+            self.hidden is None or self.scorer == "mlp", f"hidden={self.hidden}: the linear scorer has no hidden layer"
+        )
+        for name in ("stream_norm", "score_norm"):
+            value = getattr(self, name)
+            _check(value in (None, True, False), f"{name}={value!r}: expected True or False")
         _check(self.beta is None or (_is_number(self.beta) and self.beta > 0), f"beta={self.beta}: expected above 0")
         share = _is_number(self.capacity) and 0 < self.capacity <= 1  # type: ignore[operator]
         _check(

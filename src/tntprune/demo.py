@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tqdm import tqdm
 from tntprune.config import TNT, Config, Random
 from tntprune.digits import cluttered_digits
 from tntprune.digits_vit import digits_vit
-from tntprune.draw import ORIGINAL, curve, kept_maps, sheet
+from tntprune.draw import ORIGINAL, curve, kept_maps, pyplot, sheet
 from tntprune.environment import stamp
 from tntprune.evaluate import Figures, measure
 from tntprune.reduce import reduce_, reduction_of
@@ -81,7 +82,8 @@ def demo(out: Path, seed: int = 0, progress: bool = True) -> Demo:
     Raises:
         UserError: an extra is not installed, or the folder cannot be written.
     """
-    make_folder(out)  # a read-only disk is told now and not in two minutes
+    make_folder(out)  # a read-only disk is told now and not in two minutes; so is what is not installed
+    pyplot()
     images, labels = cluttered_digits("train", copies=2, seed=seed)
     held_out, answers = cluttered_digits("test", copies=2, seed=seed + 1)
     model = digits_vit()
@@ -93,7 +95,7 @@ def demo(out: Path, seed: int = 0, progress: bool = True) -> Demo:
         reduce_(model, config)
         if name in TRAINING:
             if progress:
-                tqdm.write(f"training the scorers of {name}")
+                tqdm.write(f"training the scorers of {name}", file=sys.stderr)
             calibrate_(model, images, labels, progress=progress, seed=seed, **TRAINING[name])
         learned = reduction_of(model).state_dict()
         for tokens in tqdm(KEEP, desc=name, unit="rate", disable=not progress):

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from tntprune.errors import UserError
+
 CANVAS, DIGIT, FRAGMENT = 64, 24, 10  # pixels
 FRAGMENTS = 6
 HELD_OUT = 500  # scans that no training ever sees
@@ -22,8 +24,14 @@ def scans(split: Literal["train", "test"]) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns:
         Images (n, 1, 8, 8) in [0, 1] and labels (n,) from 0 to 9.
+
+    Raises:
+        UserError: scikit-learn is not installed.
     """
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UserError("the digits need scikit-learn; install it with: pip install 'tntprune[demo]'") from None
 
     bunch = load_digits()
     images = torch.from_numpy(bunch.images).float().div(16).unsqueeze(1)
@@ -66,7 +74,7 @@ def scatter(
         jitter: 0 for the demo's data; in training the size varies by this share and the angle by this many radians.
 
     Returns:
-        Canvases (n, 1, 64, 64) in [0, 1], normalised to mean 0.5 and deviation 0.5 by `normalise`, and the labels.
+        Canvases (n, 1, 64, 64) in [0, 1], and the labels.
     """
     n = len(images)
 
@@ -92,7 +100,7 @@ def scatter(
 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:
-    """From [0, 1] to mean 0.5 and standard deviation 0.5, as the digits ViT expects."""
+    """From [0, 1] to [-1, 1], as the digits ViT expects."""
     return (images - 0.5) / 0.5
 
 

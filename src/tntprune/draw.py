@@ -16,7 +16,7 @@ from tntprune.data import input_mode, transform_for
 from tntprune.errors import UserError
 from tntprune.images import read_image
 from tntprune.reduce import device_of, reduce_, reduction_of
-from tntprune.storage import write
+from tntprune.storage import make_folder, write
 from tntprune.trace import record
 
 Pixels = Any  # (H, W, 3) uint8 array
@@ -79,14 +79,15 @@ def _carriers(model: nn.Module, images: torch.Tensor, each: bool) -> list[dict[i
         with record(model) as trace:
             model(images.to(device_of(model)))
         return [trace.carrier]
-    found, learned = [], method.state_dict()
-    for at, amount in zip(method.config.locations, method.config.amounts, strict=True):
-        single = {"tokens": amount} if method.config.tokens is not None else {"keep": amount}
-        reduce_(model, method.config.changed(at=at, **single))
-        reduction_of(model).load_state_dict(learned)
-        found += _carriers(model, images, each=False)
-    reduce_(model, method.config)
-    reduction_of(model).load_state_dict(learned)
+    found = []
+    try:
+        for at, amount in zip(method.config.locations, method.config.amounts, strict=True):
+            single = {"tokens": amount} if method.config.tokens is not None else {"keep": amount}
+            reduce_(model, method.config.changed(at=at, **single))
+            reduction_of(model).load_state_dict(method.state_dict())
+            found += _carriers(model, images, each=False)
+    finally:
+        model.reduction = method  # the same module as before, not one like it
     return found
 
 
@@ -160,8 +161,6 @@ def write_picture(path: Path, data: bytes) -> None:
     Raises:
         UserError: the folder cannot be written.
     """
-    from tntprune.storage import make_folder
-
     make_folder(path.parent)
     write(path, data)
 

@@ -19,8 +19,6 @@ from tntprune.data import Photo, Photos, collate, input_mode, transform_for
 from tntprune.errors import UserError
 from tntprune.reduce import base_of, device_of
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Figures:
@@ -104,6 +102,8 @@ def wait(device: torch.device) -> None:
     """Until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ from tntprune.errors import UserError
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm"})
 MAX_PIXELS = 100_000_000
+MAX_RATIO = 100  # of the sides; resizing the short one to a model's size would make the long one enormous
 
 
 class BadImage(UserError):
@@ -34,7 +35,8 @@ def read_image(path: Path, mode: Literal["RGB", "L"] = "RGB", upright: bool = Fa
         upright: Turn it as its EXIF orientation says. Off for ImageNet figures, which are defined without it.
 
     Raises:
-        BadImage: it is missing, empty, truncated, no image, of more than 100 megapixels, or of 32 bits a channel.
+        BadImage: it is missing, empty, truncated, no image, of more than 100 megapixels, one side is more than 100
+            times the other, or it has 32 bits a channel.
     """
     try:
         if path.stat().st_size == 0:
@@ -46,6 +48,8 @@ def read_image(path: Path, mode: Literal["RGB", "L"] = "RGB", upright: bool = Fa
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise BadImage(f"{path}: {width} x {height} pixels; expected at most {MAX_PIXELS // 10**6} megapixels")
+            if max(width, height) > MAX_RATIO * min(width, height):
+                raise BadImage(f"{path}: {width} x {height} pixels; expected sides of at most {MAX_RATIO} to 1")
             image.load()
             whole: Image.Image = ImageOps.exif_transpose(image) if upright else image
             sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
@@ -86,14 +90,19 @@ def find_images(folder: Path) -> list[Path]:
     return found
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    seen = set()
-    for place, folders, files in os.walk(folder, followlinks=True):  # class folders are often links
-        if (real := os.path.realpath(place)) in seen:
-            folders.clear()  # a link back to where we have been
+def _walk(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Links are followed, for class folders often are some, but not back to a folder that we are in."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror}); expected a folder with images") from None
+    for entry in entries:
+        if entry.name.startswith("."):
             continue
-        seen.add(real)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            if Path(name).suffix.lower() in SUFFIXES and not name.startswith("."):
-                yield Path(place, name)
+        if entry.is_dir():
+            yield from _walk(Path(folder, entry.name), above | {real})
+        elif Path(entry.name).suffix.lower() in SUFFIXES:
+            yield Path(folder, entry.name)

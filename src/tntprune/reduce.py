@@ -47,7 +47,13 @@ def reduce_(model: Model, config: Config) -> Model:
 
 
 def restore_(model: Model) -> Model:
-    """Take the reduction off, in place: the base model again, bit for bit. A model without one stays as it is."""
+    """Take the reduction off, in place: the base model again, bit for bit. A model without one stays as it is.
+
+    Raises:
+        UserError: the model is a compiled one.
+    """
+    if isinstance(getattr(model, "_orig_mod", None), Reduced):
+        raise UserError("a compiled model cannot be restored; restore the model that was compiled")
     if isinstance(model, Reduced):
         del model.reduction
         swaps = find_backbone(model).swaps
@@ -69,7 +75,9 @@ def reduction_of(model: nn.Module) -> Method:
         UserError: the model is not reduced.
     """
     if not isinstance(model, Reduced):
-        raise UserError(f"{type(model).__name__} is not reduced; call tntprune.reduce_ first")
+        inside = isinstance(getattr(model, "_orig_mod", None), Reduced)
+        hint = "give the model that was compiled" if inside else "call tntprune.reduce_ first"
+        raise UserError(f"{type(model).__name__} is not reduced; {hint}")
     return model.reduction
 
 

@@ -17,14 +17,14 @@ from safetensors.torch import save as to_bytes
 from torch import nn
 
 from tntprune.batches import Source
-from tntprune.checkpoint import FILE, read, save
+from tntprune.checkpoint import FILE, save
 from tntprune.config import to_dict
 from tntprune.errors import UsageError, UserError
 from tntprune.reduce import reduction_of
 from tntprune.storage import make_folder, read_metadata, read_weights, write
 from tntprune.train import Trainer, Training, check_whole, fit
 
-STATE, LOG = "checkpoint.safetensors", "log.jsonl"
+STATE, LOG, LOCK = "checkpoint.safetensors", "log.jsonl", ".lock"
 
 
 class Stopped(UserError):
@@ -74,12 +74,26 @@ def train_run(
         _tidy(out)
         return out / FILE
     make_folder(out)
+    with _alone(out):
+        return _train(model, source, training, out, first, save_every, options, progress)
+
+
+def _train(
+    model: nn.Module,
+    source: Source,
+    training: Training,
+    out: Path,
+    first: int,
+    save_every: int,
+    options: dict[str, Any],
+    progress: bool,
+) -> Path:
     total = training.epochs * source.per_epoch
     trainer = Trainer(model, training, total)
     if first:
         _load_state(out / STATE, trainer)
-    begin = time.perf_counter()
-    with _open_log(out / LOG, first) as log, _interrupts() as interrupted:
+    with _open_log(out / LOG, first) as (log, before), _interrupts() as interrupted:
+        begin = time.perf_counter() - before
         done = first
 
         def after(step: int, loss: float, trainer: Trainer) -> None:
@@ -106,7 +120,7 @@ def train_run(
             if not interrupted:
                 raise
             raise Stopped(f"stopped after step {done} of {total}; continue with --resume") from None
-    path = save(model, out)
+    path = save(model, out, json.dumps(options))
     _tidy(out)
     return path
 
@@ -125,8 +139,7 @@ def _find_start(out: Path, resume: bool, options: dict[str, Any]) -> int | None:
             raise UsageError(f"{out}: holds a training already; expected another --out, or --resume to continue it")
         return 0
     if finished:
-        ended_with = {"reduction": to_dict(read(out / FILE)[0])}
-        _check_same(out, json.loads(json.dumps(ended_with)), {"reduction": options["reduction"]})
+        _check_same(out, json.loads(read_metadata(out / FILE).get("made_by") or "{}"), options)
         return None
     if not state:
         if (out / LOG).exists():  # it was interrupted before its first checkpoint
@@ -148,7 +161,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") ->
     for key in sorted(set(before) | set(now)):
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            found += _differences(old, new, f"{key}.")
+            found += _differences(old, new, f"{path}{key}.")
         elif old != new:
             found.append(f"{path}{key}={old}, not {new}")
     return found
@@ -180,15 +193,17 @@ def _load_state(path: Path, trainer: Trainer) -> None:
 
 
 @contextmanager
-def _open_log(path: Path, first: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What writes a line to the log; lines of steps after the last checkpoint go, for these are done again.
+def _open_log(path: Path, first: int) -> Iterator[tuple[Callable[[dict[str, Any]], None], float]]:
+    """What writes a line to the log, and the seconds that are in it; steps after the last checkpoint go from it.
 
     Nothing is buffered: a full disk is told by the write, and closing has nothing left to write.
     """
+    kept: list[str] = []
     try:
         if path.exists():
             lines = path.read_text(errors="replace").splitlines(keepends=True)
-            write(path, "".join(line for line in lines if _step(line) in range(1, first + 1)).encode())
+            kept = [line for line in lines if _step(line) in range(1, first + 1)]
+            write(path, "".join(kept).encode())
         file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed below
     except OSError as error:
         raise UserError(
@@ -204,12 +219,43 @@ def _open_log(path: Path, first: int) -> Iterator[Callable[[dict[str, Any]], Non
             raise UserError(f"{path}: cannot be written ({error.strerror}); continue with --resume") from None
 
     with file:
-        yield add
+        yield add, float(json.loads(kept[-1]).get("seconds", 0)) if kept else 0.0
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """No other process trains in the folder at the same time.
+
+    Raises:
+        UserError: one does.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not a system with such locks
+        yield
+        return
+    try:
+        file = open(out / LOCK, "w")  # noqa: SIM115 - the lock goes with it
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}); expected a folder that can be written") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{out}: another process trains here; wait for it, or give another --out") from None
+        try:
+            yield
+        finally:
+            (out / LOCK).unlink(missing_ok=True)
 
 
 def _tidy(out: Path) -> None:
     """Remove what an ended training no longer needs, and what one that was killed left half written."""
-    for path in [out / STATE, *(path for name in (FILE, STATE, LOG) for path in out.glob(f".{name}.*.tmp"))]:
+    for path in [
+        out / STATE,
+        out / LOCK,
+        *(path for name in (FILE, STATE, LOG) for path in out.glob(f".{name}.*.tmp")),
+    ]:
         with suppress(OSError):
             path.unlink(missing_ok=True)
 

@@ -39,6 +39,8 @@ def write(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        if os.name != "posix":
+            return  # elsewhere a folder cannot be opened, and renaming is durable
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -52,7 +52,7 @@ def start(x: torch.Tensor, prefix: int, follow: bool = False) -> Tokens:
 
 def pick(values: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """Rows by position: (B, n, ...) and (B, k) give (B, k, ...). Faster on CPU than a gather with an expanded index."""
-    return values[torch.arange(len(values), device=values.device)[:, None], position]
+    return values[torch.arange(values.shape[0], device=values.device)[:, None], position]
 
 
 def take(tokens: Tokens, keep: torch.Tensor) -> Tokens:
@@ -62,7 +62,7 @@ def take(tokens: Tokens, keep: torch.Tensor) -> Tokens:
         tokens: n patch tokens.
         keep: (B, k), positions among the patch tokens, in the order in which they are to stand.
     """
-    prefix = torch.arange(tokens.prefix, device=keep.device).expand(len(keep), -1)
+    prefix = torch.arange(tokens.prefix, device=keep.device).expand(keep.shape[0], -1)
     return Tokens(
         x=pick(tokens.x, torch.cat([prefix, keep + tokens.prefix], 1)),  # (B, prefix + k, D)
         index=tokens.index.gather(1, keep),  # (B, k)
@@ -89,7 +89,7 @@ def merge(tokens: Tokens, source: torch.Tensor, target: torch.Tensor) -> Tokens:
     x = torch.where((total > size)[:, :, None], (x * size[:, :, None] + folded) / total[:, :, None], x)
     carrier = tokens.source
     if carrier is not None:
-        moved = torch.arange(tokens.count, device=target.device).repeat(len(target), 1).scatter(1, source, target)
+        moved = torch.arange(tokens.count, device=target.device).repeat(target.shape[0], 1).scatter(1, source, target)
         carrier = torch.where(carrier >= 0, moved.gather(1, carrier.clamp(min=0)), -1)
     return replace(tokens, x=torch.cat([tokens.x[:, : tokens.prefix], x], 1), size=total, source=carrier)
 
@@ -115,6 +115,6 @@ def order(n: int, seed: int, device: torch.device | None = None) -> torch.Tensor
 
 
 def _follow(source: torch.Tensor, keep: torch.Tensor, count: int) -> torch.Tensor:
-    where = torch.full((len(keep), count), -1, device=keep.device)
+    where = torch.full((keep.shape[0], count), -1, device=keep.device)
     where = where.scatter(1, keep, torch.arange(keep.shape[1], device=keep.device).expand_as(keep))
     return torch.where(source >= 0, where.gather(1, source.clamp(min=0)), -1)

@@ -28,11 +28,13 @@ class Trace:
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     carrier: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    def begin(self) -> None:
+        """Forget the last forward pass."""
+        self.kept.clear()
+        self.carrier.clear()
+
     def add(self, block: int, tokens: Tokens) -> None:
         """Note the tokens that are left after a block."""
-        if block in self.kept and block <= max(self.kept):  # a new forward pass
-            self.kept.clear()
-            self.carrier.clear()
         self.kept[block] = tokens.index.detach().sort(1).values
         if tokens.source is not None:
             place = tokens.index.gather(1, tokens.source.clamp(min=0))
@@ -55,8 +57,8 @@ def record(model: nn.Module) -> Iterator[Trace]:
     inner: Any = getattr(model, "_orig_mod", model)
     if not hasattr(inner, "reduction"):
         raise UserError(f"{type(inner).__name__} is not reduced; call tntprune.reduce_ first")
-    inner.trace = Trace()
+    outer, inner.trace = inner.trace, Trace()
     try:
         yield inner.trace
     finally:
-        del inner.trace
+        inner.trace = outer

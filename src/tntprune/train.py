@@ -47,6 +47,7 @@ class Training:
         batch_size: Images a step.
         lr: Peak learning rate.
         weight_decay: AdamW's, on weights and not on biases.
+        label_smoothing: Of the cross-entropy, from 0 to below 1; the authors' is 0.1.
         warmup: Share of the steps in which the rate rises.
         seed: Of the order, the augmentation and the noise.
         amp: "bf16" runs the model in bfloat16 under autocast, and scores, losses and scorers stay in fp32; "none" runs
@@ -57,6 +58,7 @@ class Training:
     batch_size: int = 16
     lr: float = 0.01
     weight_decay: float = 0.0
+    label_smoothing: float = 0.0
     warmup: float = 0.1
     seed: int = 0
     amp: Literal["auto", "none", "bf16"] = "auto"
@@ -73,8 +75,9 @@ class Training:
             raise UsageError(f"lr={self.lr}: expected a rate above 0")
         if self.weight_decay < 0:
             raise UsageError(f"weight_decay={self.weight_decay}: expected 0 or more")
-        if not 0 <= self.warmup < 1:
-            raise UsageError(f"warmup={self.warmup}: expected a share from 0 to below 1")
+        for name in ("warmup", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)}: expected a share from 0 to below 1")
         if self.amp not in ("auto", "none", "bf16"):
             raise UsageError(f"amp={self.amp!r}: expected 'auto', 'none' or 'bf16'")
 
@@ -87,7 +90,7 @@ def bf16_is_native(device: torch.device) -> bool:
     """Whether a device multiplies matrices in bfloat16 faster than in fp32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type == "cpu":
+    if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):  # torch newer than 2.10
         return bool(torch.cpu.get_capabilities().get("amx_bf16"))
     return False
 
@@ -111,7 +114,8 @@ class Trainer:
             raise UserError(
                 f"{self.method.config.method} has nothing to train; expected a method that learns, such as tnt"
             )
-        self.objective: str = self.method.options.objective  # type: ignore[union-attr, assignment]
+        if getattr(model, "num_classes", None) == 0 or getattr(model, "global_pool", None) == "":
+            raise UserError("the model gives no class logits to train against; expected one with classes and pooling")
         self.base = base_of(model)
         self.backbone = find_backbone(model)
         self.device = device_of(model)
@@ -131,7 +135,7 @@ class Trainer:
         Returns:
             The loss, a scalar on the model's device.
         """
-        torch.manual_seed(self.training.seed * 1_000_003 + number)
+        self.seed(self.training.seed * 1_000_003 + number)
         self.schedule.step_update(number)
         images = images.to(self.device, non_blocking=True)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
@@ -141,9 +145,15 @@ class Trainer:
         self.optimizer.step()
         return loss.detach()
 
+    def seed(self, seed: int) -> None:
+        """Seed the generators that this training draws from, and no other device's."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
     def loss(self, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
         """Divergence from the unpruned model, or cross-entropy to the labels."""
-        if self.objective == "kl":
+        if self.method.objective == "kl":
             with torch.no_grad():
                 target = self.base(images).float().log_softmax(1)
             student = self.model(images).float().log_softmax(1)
@@ -151,7 +161,8 @@ class Trainer:
         if labels is None:
             raise UserError("objective='ce' needs labels, and the data has none; expected labels, or objective='kl'")
         logits = self.backbone.ce_logits(self.model, images).float()
-        return F.cross_entropy(logits, labels.to(self.device, non_blocking=True))
+        answers = labels.to(self.device, non_blocking=True)
+        return F.cross_entropy(logits, answers, label_smoothing=self.training.label_smoothing)
 
 
 @contextmanager
@@ -159,7 +170,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
     """Only the reduction learns, in training mode; the base is frozen and in eval mode. Undone at the end."""
     method = reduction_of(model)
     modes = {module: module.training for module in model.modules()}
-    learns = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    learns = {parameter: (parameter.requires_grad, parameter.grad) for parameter in model.parameters()}
     model.requires_grad_(False).eval()
     method.requires_grad_(True).train()
     try:
@@ -167,9 +178,9 @@ def frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-        for parameter, learning in learns.items():
+        for parameter, (learning, grad) in learns.items():
             parameter.requires_grad_(learning)
-            parameter.grad = None
+            parameter.grad = grad
 
 
 def fit(
@@ -197,8 +208,15 @@ def fit(
     """
     total = training.epochs * source.per_epoch
     devices = [device_of(model)] if device_of(model).type == "cuda" else []
-    with frozen(model), torch.random.fork_rng(devices=devices):
-        torch.manual_seed(training.seed)  # a shuffling loader of the user's draws its order before the first step
+    with (
+        frozen(model),
+        torch.random.fork_rng(devices=devices),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        torch.default_generator.manual_seed(
+            training.seed
+        )  # a shuffling loader of the user's draws its order before the first step
         trainer = trainer or Trainer(model, training, total)
         bar = tqdm(total=total, initial=first, unit="step", disable=not progress, desc="training")
         average = math.nan
@@ -261,12 +279,17 @@ def calibrate_(
     if unknown:
         raise UsageError(f"no training option {min(unknown)!r}; there are {', '.join(Training.__dataclass_fields__)}")
     options = Training(**training)
-    objective = getattr(getattr(reduction_of(model), "options", None), "objective", None)
+    labelled = reduction_of(model).objective == "ce"
     source: Source
+    if labels is not None and not isinstance(data, torch.Tensor):
+        raise UsageError("labels go with a tensor of images; a loader gives its own, and a folder's are its subfolders")
+    classes = getattr(model, "num_classes", None)
+    if labels is not None and isinstance(classes, int) and not bool(((labels >= 0) & (labels < classes)).all()):
+        raise UserError(f"labels from {labels.min()} to {labels.max()}; the model has classes 0 to {classes - 1}")
     if isinstance(data, torch.Tensor):
         source = TensorSource(data, labels, options.batch_size, options.seed)
     elif isinstance(data, str | Path):
-        source = photo_source(model, Path(data), options, objective == "ce", workers)
+        source = photo_source(model, Path(data), options, labelled, workers)
     else:
         source = LoaderSource(data)
     fit(model, source, options, progress=progress)

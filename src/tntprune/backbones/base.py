@@ -99,6 +99,8 @@ class Reduced:
 
     def walk(self, images: torch.Tensor) -> Tokens:
         """From images to the tokens that leave the last block, before the final norm."""
+        if self.trace is not None:
+            self.trace.begin()
         tokens = start(self.embed(images), self.num_prefix_tokens, follow=self.trace is not None)
         plan = self.reduction.plan(tokens.count)
         for number in range(len(self.blocks) + 1):

@@ -54,7 +54,7 @@ class _ReducedTimm(Reduced):
         x, size = tokens.patches, tokens.size
         assert size is not None
         if self.pool_include_prefix:
-            x, size = tokens.x, torch.cat([size.new_ones(len(size), tokens.prefix), size], 1)
+            x, size = tokens.x, torch.cat([size.new_ones(size.shape[0], tokens.prefix), size], 1)
         if self.attn_pool is not None:
             mask = size.log()[:, None, None, :].to(x.dtype)  # a token of size s counts like s equal tokens
             pooled: torch.Tensor = self.attn_pool(x, attn_mask=mask)

@@ -50,6 +50,7 @@ class Method(nn.Module):
     """
 
     trains = False  # whether it has parameters to learn
+    objective: str | None = None  # of one that has: "ce" needs labels, "kl" the unpruned model
 
     def __init__(self, config: Config, layout: Layout) -> None:
         super().__init__()

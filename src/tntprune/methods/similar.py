@@ -34,4 +34,4 @@ def remove_similar(tokens: Tokens, remove: int, order: torch.Tensor, fold: bool 
     stay, go = ranked[:, : len(first) - remove], ranked[:, len(first) - remove :]
     if fold:
         tokens = merge(tokens, first[go], second[match.gather(1, go)])
-    return take(tokens, torch.cat([first[stay], second.expand(len(stay), -1)], 1))
+    return take(tokens, torch.cat([first[stay], second.expand(stay.shape[0], -1)], 1))

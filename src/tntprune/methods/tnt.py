@@ -56,6 +56,7 @@ class TrainingNoise(Method):
     def __init__(self, config: TNT, layout: Layout) -> None:
         super().__init__(config, layout)
         self.options = config.resolved
+        self.objective = self.options.objective
         noisy = config.noise_blocks
         blocks: tuple[int, ...] = tuple(range(1, min(5, layout.depth - 1) + 1)) if noisy is None else noisy  # type: ignore[assignment]
         for block in blocks:
@@ -72,7 +73,8 @@ class TrainingNoise(Method):
         generator = torch.Generator().manual_seed(0)
         self.scorers = nn.ModuleDict({str(block): Scorer((width, *hidden, 1), generator) for block in blocks})
         for step in self._own.values():
-            self.register_buffer(f"order{step.ranked}", order(step.ranked, config.order), persistent=False)
+            if step.leaving < step.ranked:
+                self.register_buffer(f"order{step.ranked}", order(step.ranked, config.order), persistent=False)
 
     def plan(self, patches: int) -> Plan:
         """In training, the blocks that get noise in this pass; a draw on the CPU, which no device has to wait for."""
