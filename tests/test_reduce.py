@@ -82,7 +82,7 @@ def test_parts_that_are_not_supported_are_refused_by_name(options, words):
         reduce_(model, Random(at=1))
 
 
-@pytest.mark.parametrize("name", ["resnet18", "test_vit_relpos", "swin_tiny_patch4_window7_224"])
+@pytest.mark.parametrize("name", ["resnet18", "vit_relpos_small_patch16_224", "swin_tiny_patch4_window7_224"])
 def test_other_models_are_refused_by_name(name):
     model = timm.create_model(name)
     with pytest.raises(UserError, match=f"{type(model).__name__} is not supported; expected timm VisionTransformer"):
