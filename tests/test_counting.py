@@ -157,4 +157,4 @@ def test_counting_needs_no_weights_and_no_run():
 
 def test_it_prints_as_a_table():
     text = str(macs(reduce_(make("plain"), Random(at=2, keep=0.5))))
-    assert text.count("\n") == 6 and "block  3:   32 patch tokens" in text
+    assert text.count("\n") == 8 and "block  3:   32 patch tokens" in text

@@ -9,7 +9,7 @@ from PIL import Image
 
 from conftest import make, photos_for
 from tntprune import TNT, Random, UserError, calibrate_, reduce_
-from tntprune.draw import ORIGINAL, curve, kept_maps, photo_maps, sheet, to_pixels, veiled
+from tntprune.draw import COLOUR, ORIGINAL, VEIL, curve, kept_maps, photo_maps, sheet, to_pixels, veiled
 from tntprune.reduce import reduction_of
 
 
@@ -19,8 +19,16 @@ def test_kept_tokens_stay_clear_dropped_ones_are_veiled_and_merged_ones_half():
     seen = veiled(pixels, carrier, (2, 3))
     assert seen.shape == pixels.shape and seen.dtype == np.uint8
     assert (seen[:2, :2] == 100).all() and (seen[2:, :4] == 100).all()
-    assert (seen[:2, 2:4] == 227).all() and (seen[2:, 4:] == 227).all()
-    assert (seen[:2, 4:] == 164).all()
+    dropped, merged = ((100 * (1 - v) + COLOUR * v).round() for v in (VEIL, VEIL / 2))
+    assert (seen[:2, 2:4] == dropped).all() and (seen[2:, 4:] == dropped).all()
+    assert (seen[:2, 4:] == merged).all()
+
+
+@pytest.mark.parametrize("shade", [0, 128, 255])
+def test_a_dropped_token_looks_different_whatever_it_shows(shade):
+    pixels = np.full((2, 4, 3), shade, dtype=np.uint8)
+    seen = veiled(pixels, np.array([0, -1]), (1, 2)).astype(int)
+    assert abs(seen[0, 0] - seen[0, 3]).max() > 25
 
 
 def test_a_normalised_image_becomes_the_picture_it_was():

@@ -26,7 +26,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
 }
 ABOUT = """Faster vision transformers: drop the tokens they do not need.
 
-Exit codes: 0 done, 1 something given cannot be used, 2 wrong usage, 3 done but some images were skipped."""
+Exit codes: 0 done, 1 something given cannot be used (or Ctrl-C), 2 wrong usage, 3 done but some images were skipped."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -151,7 +151,7 @@ def train(
     seconds = time.perf_counter() - begin
     steps = epochs * source.per_epoch
     told = {"reducer": str(path), "photos": len(source.photos), "steps": steps, "seconds": round(seconds, 1)}
-    text = f"trained {steps} steps on {len(source.photos)} photos in {seconds:.0f} s: {path}"
+    text = f"trained {steps} steps of {batch_size} out of {len(source.photos)} photos in {seconds:.0f} s: {path}"
     _tell(json, told, f"the training had ended already: {path}" if ended else text)
     return 0
 

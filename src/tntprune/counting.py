@@ -42,6 +42,8 @@ class Macs:
             f"  block {number:2}: {tokens:4} patch tokens, {cost / 1e9:.3f} GMACs"
             for number, (tokens, cost) in enumerate(zip(self.tokens, self.per_block, strict=True), 1)
         ]
+        lines.append(f"  scoring and removing: {sum(self.reduction.values()) / 1e9:.3f} GMACs")
+        lines.append(f"  embedding and head: {(self.embed + self.head) / 1e9:.3f} GMACs")
         return "\n".join(lines)
 
 

@@ -20,12 +20,13 @@ from tntprune.storage import make_folder, write
 from tntprune.trace import record
 
 Pixels = Any  # (H, W, 3) uint8 array
-VEIL = 0.82  # share of white over a dropped token
+VEIL = 0.82  # share of the veil over a dropped token
+COLOUR = np.array([204, 211, 223])  # of the veil: it shows on white as well as on black
 ORIGINAL = "original"
 
 
 def veiled(pixels: Pixels, carrier: np.ndarray[Any, Any], grid: tuple[int, int]) -> Pixels:
-    """A picture with its dropped tokens under a white veil; merged tokens under half of one.
+    """A picture with its dropped tokens under a veil; merged tokens under half of one.
 
     Args:
         pixels: (H, W, 3), 0 to 255.
@@ -36,7 +37,7 @@ def veiled(pixels: Pixels, carrier: np.ndarray[Any, Any], grid: tuple[int, int])
     veil = np.where(carrier == own, 0.0, np.where(carrier < 0, VEIL, VEIL / 2)).reshape(grid)
     tall, wide = -(-pixels.shape[0] // grid[0]), -(-pixels.shape[1] // grid[1])
     veil = veil.repeat(tall, 0).repeat(wide, 1)[: pixels.shape[0], : pixels.shape[1], None]
-    return (pixels * (1 - veil) + 255 * veil).round().astype(np.uint8)
+    return (pixels * (1 - veil) + COLOUR * veil).round().astype(np.uint8)
 
 
 def to_pixels(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> Pixels:

@@ -39,6 +39,8 @@ def read_image(path: Path, mode: Literal["RGB", "L"] = "RGB", upright: bool = Fa
             times the other, or it has 32 bits a channel.
     """
     try:
+        if path.is_dir():
+            raise BadImage(f"{path}: a folder; expected an image")
         if path.stat().st_size == 0:
             raise BadImage(f"{path}: empty file; expected an image")
         with warnings.catch_warnings():
