@@ -175,7 +175,7 @@ def test_info_names_the_block_that_is_not_supported(call):
 def test_a_training_leaves_what_it_says(call, digits, tmp_path):
     arguments = ["train", "digits_vit", "--data", digits, "--out", tmp_path / "run", "--epochs", 1, *TRAIN]
     code, out, err = call(*arguments)
-    assert code == 0 and out.startswith("trained 5 steps on 40 photos in ") and str(tmp_path / "run") in out
+    assert code == 0 and out.startswith("trained 5 steps of 8 out of 40 photos in ") and str(tmp_path / "run") in out
     assert "training: 100%" in err
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["log.jsonl", "reducer.safetensors"]
     code, out, _ = call(*arguments, "--resume")
