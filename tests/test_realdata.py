@@ -14,7 +14,8 @@ from tntprune.data import Photos, labelled_photos, transform_for
 from tntprune.evaluate import evaluate
 from tntprune.models import load_model
 from tntprune.reduce import reduction_of
-from tntprune.train import Training, fit
+from tntprune.train import fit
+from tntprune.trainer import Training
 
 pytestmark = [pytest.mark.realdata, pytest.mark.slow]
 MODEL = "vit_tiny_patch16_224"

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import timm
 import torch
-from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, VisionTransformer
+from timm.models.vision_transformer import DiffParallelScalingBlock, ParallelThingsBlock, VisionTransformer
 from torch import nn
 
 import tntprune
@@ -60,7 +60,7 @@ def test_pretrained_weights_still_load_into_a_reduced_model():
     assert all(name.startswith("reduction.") for name in left.missing_keys) and left.unexpected_keys == []
 
 
-@pytest.mark.parametrize("block", [ParallelScalingBlock, ParallelThingsBlock])
+@pytest.mark.parametrize("block", [DiffParallelScalingBlock, ParallelThingsBlock])
 def test_blocks_that_are_not_supported_are_refused_by_name(block):
     model = VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=4, block_fn=block)
     with pytest.raises(UserError, match=f"block {block.__name__} .supported: Block, ResPostBlock"):

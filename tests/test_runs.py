@@ -25,7 +25,8 @@ from tntprune.errors import UsageError, UserError
 from tntprune.reduce import reduce_, reduction_of
 from tntprune.runs import Stopped, train_run
 from tntprune.storage import read_metadata, read_weights
-from tntprune.train import Training, calibrate_, photo_source
+from tntprune.train import calibrate_, photo_source
+from tntprune.trainer import Training
 
 CONFIG = TNT(at=2, noise_blocks=(2, 4))
 TRAINING = Training(epochs=4, batch_size=4, lr=0.02)

@@ -16,6 +16,7 @@ from tntprune.config import TNT
 from tntprune.errors import UsageError
 from tntprune.methods.similar import remove_similar
 from tntprune.reduce import reduce_, reduction_of
+from tntprune.schedule import Place
 from tntprune.tokens import order, start
 
 OPTIONS = [
@@ -116,7 +117,7 @@ def noisy_in_a_pass(model):
         assert torch.equal(tokens.x[:, :prefix], out.x[:, :prefix])
         assert tokens.count == out.count
         if not torch.equal(tokens.x, out.x):
-            changed.append(args[1])
+            changed.append(args[1].block)
 
     handle = method.register_forward_hook(spy)
     model(photos_for(model))
@@ -137,7 +138,7 @@ def test_scores_are_fp32_whatever_the_precision_around_them():
 def test_the_best_by_naive_scores_are_kept(options):
     method = method_for(**options).eval()
     x = torch.randn(2, 2 + 64, 32, generator=torch.Generator().manual_seed(2))
-    kept = method(start(x, 2), 2, method.plan(64))
+    kept = method(start(x, 2), Place(2), method.plan(64))
     with torch.no_grad():
         for b in range(2):
             scores = [float(score(method.scorers["2"], token, method.config.resolved.score_norm)) for token in x[b, 2:]]
@@ -166,7 +167,7 @@ def test_the_sequential_partition_drops_from_the_worse_half():
     method = method_for(partition="sequential", similar=6).eval()
     x = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(2))
     scores = method.score(start(x, 0), 2)
-    kept = method(start(x, 0), 2, method.plan(64))
+    kept = method(start(x, 0), Place(2), method.plan(64))
     for b in range(2):
         ranked = scores[b].argsort(descending=True)[:38].tolist()
         gone = set(ranked) - set(kept.index[b].tolist())

@@ -18,7 +18,8 @@ from tntprune.digits import cluttered_digits
 from tntprune.digits_vit import digits_vit
 from tntprune.errors import UsageError, UserError
 from tntprune.reduce import base_of, reduce_, reduction_of
-from tntprune.train import Trainer, Training, calibrate_, fit, frozen
+from tntprune.train import calibrate_, fit
+from tntprune.trainer import Trainer, Training, learning
 
 KINDS = ["plain", "distilled", "no_cls", "map_pool"]
 COUNT = 6  # images in these tests
@@ -170,7 +171,7 @@ def test_blocks_before_the_first_noise_run_without_a_graph(noise_blocks, first):
     graphs = []
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, out: graphs.append(out.requires_grad))
-    with frozen(model):
+    with learning(model):
         model(images_for(model))
     assert graphs == [number > first for number in range(1, 7)]
 
@@ -180,7 +181,7 @@ def test_blocks_before_the_drawn_noise_run_without_a_graph():
     graphs = []
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, out: graphs.append(out.requires_grad))
-    with frozen(model):
+    with learning(model):
         for _ in range(20):
             model(images_for(model)[:1])
     passes = {tuple(graphs[start : start + 6]) for start in range(0, 120, 6)}
@@ -203,7 +204,7 @@ def test_kl_is_the_divergence_from_the_unpruned_model(kind):
     model, images = reduced(kind), photos_for(make(kind), 4)
     with torch.no_grad():
         p = make(kind)(images).softmax(1)
-    with frozen(model):
+    with learning(model):
         trainer = Trainer(model, Training(), 1)
         torch.manual_seed(3)
         loss = trainer.loss(images, None)
@@ -216,7 +217,7 @@ def test_kl_is_the_divergence_from_the_unpruned_model(kind):
 
 def test_without_noise_nothing_diverges():
     model = reduced(beta=1e-9)
-    with frozen(model):
+    with learning(model):
         assert Trainer(model, Training(), 1).loss(images_for(model), None).abs() < 1e-6
 
 
@@ -224,7 +225,7 @@ def test_cross_entropy_of_a_distilled_model_is_that_of_the_cls_head():
     model, images = reduced("distilled", objective="ce"), images_for(make("distilled"))
     seen = []
     model.norm.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
-    with frozen(model):
+    with learning(model):
         trainer = Trainer(model, Training(), 1)
         torch.manual_seed(3)
         loss = trainer.loss(images, LABELS)
@@ -244,7 +245,7 @@ def test_the_divergence_falls_on_digits():
     model = reduce_(digits_vit(), TNT(at=2, tokens=16))
 
     def divergence():
-        with frozen(model), torch.no_grad():
+        with learning(model), torch.no_grad():
             trainer, losses = Trainer(model, Training(), 1), []
             for number, batch in enumerate(others.split(64)):
                 torch.manual_seed(number)  # the same noise each time
@@ -354,7 +355,7 @@ def test_cross_entropy_needs_labels(source, tmp_path):
     images = images_for(model)
     data = {"tensor": images, "loader": DataLoader(images), "folder": photos(tmp_path, model)}[source]
     with pytest.raises(
-        UserError, match="not in a class folder" if source == "folder" else "objective='ce' needs labels"
+        UserError, match="not in a class folder" if source == "folder" else "cross-entropy needs labels"
     ):
         calibrate_(model, data, **QUICK)
 

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tntprune.backbones.vit16 import vit16
     from tntprune.checkpoint import load_, save
-    from tntprune.config import TNT, Random
+    from tntprune.config import (
+        ATS,
+        TNT,
+        AViT,
+        DynamicViT,
+        EViT,
+        EvoViT,
+        Random,
+        ToMe,
+        TopK,
+        ZeroTPrune,
+    )  # fmt: skip
     from tntprune.counting import macs
     from tntprune.errors import UsageError, UserError
     from tntprune.reduce import reduce_, restore_
@@ -16,12 +27,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "TNT", "Random", "UsageError", "UserError", "calibrate_", "load_", "macs", "record", "reduce_", "restore_",
-    "save", "vit16",
+    "ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "UsageError", "UserError",
+    "ZeroTPrune", "calibrate_", "load_", "macs", "record", "reduce_", "restore_", "save", "vit16",
 ]  # fmt: skip
 
 _HOMES = {
-    "TNT": "config", "Random": "config", "UsageError": "errors", "UserError": "errors", "calibrate_": "train",
+    **dict.fromkeys(
+        ("ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune"), "config"
+    ), "UsageError": "errors", "UserError": "errors", "calibrate_": "train",
     "load_": "checkpoint", "macs": "counting", "record": "trace", "reduce_": "reduce", "restore_": "reduce",
     "save": "checkpoint", "vit16": "backbones.vit16",
 }  # fmt: skip

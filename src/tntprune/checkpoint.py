@@ -12,23 +12,25 @@ from torch import nn
 
 import tntprune
 from tntprune.backbones.base import find_backbone
-from tntprune.config import Config, from_dict, options, to_dict
+from tntprune.config import Combination, Config, from_dict, options, to_dict
 from tntprune.errors import UsageError, UserError
-from tntprune.reduce import base_of, reduce_, reduction_of
+from tntprune.reduce import base_of, inherit, reduce_, reduction_of
 from tntprune.storage import make_folder, read_metadata, read_weights, write
 
 Model = TypeVar("Model", bound=nn.Module)
 FILE = "reducer.safetensors"
+WEIGHTS = "model.safetensors"  # beside it, where the model itself was trained too
 EMPTY = "nothing"  # a safetensors file needs a tensor even where a method has none
 
 
-def save(model: nn.Module, folder: str | Path, made_by: str = "") -> Path:
-    """Save a model's reduction: its configuration and what it learned, not the model.
+def save(model: nn.Module, folder: str | Path, made_by: str = "", weights: bool = False) -> Path:
+    """Save a model's reduction: its configuration and what it learned, and not the model unless `weights` says so.
 
     Args:
         model: A reduced model.
         folder: Where to put `reducer.safetensors`; made if it is not there.
         made_by: A note to keep in the file, such as the options of the training.
+        weights: Also save the model's own weights as `model.safetensors`, for one that was trained with its reduction.
 
     Returns:
         The path of the file.
@@ -44,19 +46,26 @@ def save(model: nn.Module, folder: str | Path, made_by: str = "") -> Path:
         "tntprune": tntprune.__version__,
         "made_by": made_by,
         "config": json.dumps(to_dict(method.config)),
+        "weights": WEIGHTS if weights else "",
         "backbone": json.dumps({"embed_dim": layout.embed_dim, "depth": layout.depth}),
     }
+    if weights:
+        own = {name: value.detach().cpu().contiguous() for name, value in base_of(model).state_dict().items()}
+        write(folder / WEIGHTS, to_bytes(own))
     tensors = {name: value.detach().cpu().contiguous() for name, value in method.state_dict().items()}
     write(folder / FILE, to_bytes(tensors or {EMPTY: torch.zeros(1)}, metadata=about))
     return folder / FILE
 
 
-def load_(model: Model, source: str | Path, **changes: Any) -> Model:
+def load_(model: Model, source: str | Path, *more: Config, **changes: Any) -> Model:
     """Put a saved reduction on a model, in place.
+
+    Where the model was trained together with its reduction, its weights are replaced too.
 
     Args:
         model: The model it was made for, or one of the same width and depth.
         source: A folder, a file, or the id of a repository on the Hugging Face Hub.
+        *more: Further reductions, at places of their own, that need no training: see `reduce_`.
         **changes: Options to change, such as `at=3, keep=0.5, similar=25`.
 
     Returns:
@@ -75,18 +84,36 @@ def load_(model: Model, source: str | Path, **changes: Any) -> Model:
             )
     if changes:
         config = config.changed(**changes)
-    made_for = _parse(path, read_metadata(path)["backbone"])
+    about = read_metadata(path)
     layout = find_backbone(model).layout(model)
-    for name, value in made_for.items():
+    for name, value in _parse(path, about["backbone"]).items():
         if getattr(layout, name, None) != value:
             raise UserError(f"{path}: made for a model of {name} {value}, given one of {getattr(layout, name, None)}")
     method = reduction_of(reduce_(base_of(model), config))  # the model itself stays as it is if this does not fit
     wanted = {name: value.shape for name, value in method.state_dict().items()}
-    if wanted != {name: value.shape for name, value in tensors.items()}:
-        odd = sorted(set(wanted) ^ set(tensors)) or ["shapes"]
+    found = {name: value.shape for name, value in tensors.items() if name in wanted or not changes}
+    if missing := sorted(set(wanted) - set(found)):
+        hint = "locations that it was trained for" if changes else "what tntprune.save writes"
+        raise UserError(f"{path}: has nothing for {missing[0]}; expected {hint}")
+    if wanted != found:
+        odd = sorted(set(found) - set(wanted)) or ["shapes"]
         raise UserError(f"{path}: does not fit its own configuration ({odd[0]}); expected what tntprune.save writes")
-    reduction_of(reduce_(model, config)).load_state_dict(tensors)
+    tuned = _weights(source, path, model) if about.get("weights") else None
+    own: Any = reduction_of(reduce_(model, config, *more))
+    inherit(own.parts[0] if more and not isinstance(config, Combination) else own, tensors)
+    if tuned is not None:
+        model.load_state_dict(tuned, strict=False)
     return model
+
+
+def _weights(source: str | Path, path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's own weights that go with a reduction."""
+    file = path.parent / WEIGHTS if Path(source).exists() else _download(str(source), WEIGHTS)
+    tensors = read_weights(file)
+    wanted = {name: value.shape for name, value in base_of(model).state_dict().items()}
+    if wanted != {name: value.shape for name, value in tensors.items()}:
+        raise UserError(f"{file}: does not fit the model; expected the model it was trained on")
+    return tensors
 
 
 def read(source: str | Path) -> tuple[Config, dict[str, torch.Tensor], Path]:
@@ -129,10 +156,14 @@ def _locate(source: str | Path) -> Path:
         raise UserError(
             f"{source}: no such folder or file, and not a Hub id; expected a folder written by tntprune.save"
         )
+    return _download(str(source), FILE)
+
+
+def _download(source: str, file: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(str(source), FILE))
+        return Path(hf_hub_download(source, file))
     except Exception as error:  # whatever the Hub's client raises: no network, no repository, no such file
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise UserError(

@@ -44,7 +44,7 @@ def demo(out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("demo"), seed
     from dataclasses import asdict
 
     from tntprune.demo import demo as run
-    from tntprune.train import MAX_SEED, check_whole
+    from tntprune.trainer import MAX_SEED, check_whole
 
     check_whole("seed", seed, 0, MAX_SEED)
     found = run(out, seed)
@@ -113,6 +113,8 @@ def train(
     epochs: Annotated[int, tyro.conf.arg(metavar="INT", help="passes over the photos")] = 5,
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos a step")] = 16,
     lr: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="peak learning rate")] = 0.01,
+    backbone_lr: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="of the model itself; 0 keeps it frozen")] = 0.0,
+    freeze_epochs: Annotated[int, tyro.conf.arg(metavar="INT", help="epochs before --backbone-lr begins")] = 0,
     weight_decay: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="AdamW's")] = 0.0,
     label_smoothing: Annotated[
         float, tyro.conf.arg(metavar="FLOAT", help="of --objective ce; the authors' is 0.1")
@@ -128,19 +130,22 @@ def train(
     resume: Annotated[bool, tyro.conf.arg(help="continue the training in RUN")] = False,
     json: Json = False,
 ) -> int:
-    """Train the scorers of a method on a frozen model."""
+    """Train what a method learns, on a frozen model or together with it."""
     import time
 
     from tntprune.checkpoint import FILE
-    from tntprune.reduce import device_of, reduce_, reduction_of
+    from tntprune.reduce import device_of, reduce_
     from tntprune.runs import train_run
-    from tntprune.train import Training, photo_source
+    from tntprune.train import needs_labels, photo_source
+    from tntprune.trainer import Training
 
-    training = Training(epochs, batch_size, lr, weight_decay, label_smoothing, warmup, seed, amp)
+    training = Training(
+        epochs, batch_size, lr, backbone_lr, freeze_epochs, weight_decay, label_smoothing, warmup, seed, amp
+    )
     config = config_from(method, reduction)
     built = reduce_(_load(model, weights, device), config)
     training = training.on(device_of(built))
-    source = photo_source(built, data, training, reduction_of(built).objective == "ce", workers)
+    source = photo_source(built, data, training, needs_labels(built), workers)
     begin = time.perf_counter()
     about = {
         "model": model, "weights": weights and str(weights.resolve()),
@@ -182,7 +187,7 @@ def evaluate(
     from tntprune.data import default_workers, labelled_photos
     from tntprune.evaluate import Figures
     from tntprune.evaluate import evaluate as run
-    from tntprune.train import MAX_SEED, check_whole
+    from tntprune.trainer import MAX_SEED, check_whole
 
     workers = default_workers() if workers is None else workers
     check_whole("batch_size", batch_size, 1)
@@ -236,7 +241,7 @@ def show(
 
     from tntprune.backbones.base import Reduced
     from tntprune.draw import photo_maps, sheet, write_picture
-    from tntprune.train import MAX_SEED, check_whole
+    from tntprune.trainer import MAX_SEED, check_whole
 
     check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tntprune.backbones.base import Costs, Reduced, find_backbone
-from tntprune.schedule import entering
+from tntprune.schedule import Counts, counts
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,9 @@ class Macs:
     Args:
         macs: In all.
         base_macs: Of the unpruned model.
-        tokens: Patch tokens that enter each block.
+        tokens: Patch tokens that enter each block. Where their number differs from image to image, this and every
+            other figure is the most that is possible.
+        mlp_tokens: That enter each block's MLP.
         per_block: Of each block.
         reduction: Of the steps that remove tokens, by block.
         embed: Of the patch embedding.
@@ -31,6 +33,7 @@ class Macs:
     macs: int
     base_macs: int
     tokens: list[int]
+    mlp_tokens: list[int]
     per_block: list[int]
     reduction: dict[int, int]
     embed: int
@@ -55,20 +58,23 @@ def macs(model: nn.Module) -> Macs:
     """
     backbone = find_backbone(model)
     layout, costs = backbone.layout(model), backbone.costs(model)
-    whole = [layout.patches] * layout.depth
+    whole = counts((), layout.patches, layout.depth)
     base = sum(_blocks(costs, whole, layout.prefix)) + costs.embed + _head(costs, layout.patches, layout.prefix)
     steps = tuple(model.reduction.steps(layout.patches).values()) if isinstance(model, Reduced) else ()
-    tokens = entering(steps, layout.patches, layout.depth)
-    per_block = _blocks(costs, tokens, layout.prefix)
-    own = {step.block: model.reduction.macs(step) for step in steps} if isinstance(model, Reduced) else {}
-    head = _head(costs, tokens[-1], layout.prefix)
+    left = counts(steps, layout.patches, layout.depth)
+    per_block = _blocks(costs, left, layout.prefix)
+    own: dict[int, int] = {}
+    if isinstance(model, Reduced):
+        for step in steps:
+            own[step.place.block] = own.get(step.place.block, 0) + model.reduction.macs(step)
+    head = _head(costs, left.last, layout.prefix)
     total = sum(per_block) + sum(own.values()) + costs.embed + head
-    return Macs(total, base, tokens, per_block, own, costs.embed, head)
+    return Macs(total, base, left.attention, left.mlp, per_block, own, costs.embed, head)
 
 
-def _blocks(costs: Costs, patches: list[int], prefix: int) -> list[int]:
-    counts = [n + prefix for n in patches]
-    return [n * (b.attention + b.mlp) + n * n * b.pair for n, b in zip(counts, costs.blocks, strict=True)]
+def _blocks(costs: Costs, left: Counts, prefix: int) -> list[int]:
+    pairs = zip(left.attention, left.mlp, costs.blocks, strict=True)
+    return [(n + prefix) * b.attention + (n + prefix) ** 2 * b.pair + (m + prefix) * b.mlp for n, m, b in pairs]
 
 
 def _head(costs: Costs, patches: int, prefix: int) -> int:

@@ -15,7 +15,7 @@ from tntprune.backbones.base import find_backbone
 from tntprune.data import input_mode, transform_for
 from tntprune.errors import UserError
 from tntprune.images import read_image
-from tntprune.reduce import device_of, reduce_, reduction_of
+from tntprune.reduce import device_of, inherit, reduce_, reduction_of
 from tntprune.storage import make_folder, write
 from tntprune.trace import record
 
@@ -82,10 +82,9 @@ def _carriers(model: nn.Module, images: torch.Tensor, each: bool) -> list[dict[i
         return [trace.carrier]
     found = []
     try:
-        for at, amount in zip(method.config.locations, method.config.amounts, strict=True):
-            single = {"tokens": amount} if method.config.tokens is not None else {"keep": amount}
-            reduce_(model, method.config.changed(at=at, **single))
-            reduction_of(model).load_state_dict(method.state_dict())
+        for config in method.config.singles(method.layout.depth):
+            reduce_(model, config)
+            inherit(reduction_of(model), method.state_dict())
             found += _carriers(model, images, each=False)
     finally:
         model.reduction = method  # the same module as before, not one like it

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from tntprune.backbones.base import Reduced, find_backbone
-from tntprune.config import Config
+from tntprune.config import Combination, Config
 from tntprune.errors import UserError
 from tntprune.methods.base import Method, implementation
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def reduce_(model: Model, config: Config) -> Model:
+def reduce_(model: Model, config: Config, *more: Config) -> Model:
     """Make a model drop or merge tokens, in place. A reduction that is already there is replaced.
 
     The model's class is swapped for a static subclass and a submodule `reduction` is added; its own parameters and
@@ -25,6 +25,7 @@ def reduce_(model: Model, config: Config) -> Model:
     Args:
         model: A supported model, see `tntprune info`.
         config: What to do: `TNT(at=3, keep=0.5)`, for example.
+        *more: Further reductions at places of their own: `ToMe(at=(6, 7, 8), r=10)`, for example.
 
     Returns:
         The same model.
@@ -35,9 +36,13 @@ def reduce_(model: Model, config: Config) -> Model:
     """
     backbone = find_backbone(model)
     layout = backbone.layout(model)
+    given = [part for one in (config, *more) for part in getattr(one, "parts", [one])]
+    for part in given:
+        if reason := implementation(type(part)).obstacle(layout, part):
+            raise UserError(f"{part.method} cannot be applied here: {reason}")
+    if more:
+        config = Combination(parts=given)
     kind = implementation(type(config))
-    if reason := kind.obstacle(layout):
-        raise UserError(f"{config.method} cannot be applied here: {reason}")
     method = kind(config, layout).train(model.training)
     method.to(next(model.parameters()).device)
     if type(model) in backbone.swaps:
@@ -79,6 +84,18 @@ def reduction_of(model: nn.Module) -> Method:
         hint = "give the model that was compiled" if inside else "call tntprune.reduce_ first"
         raise UserError(f"{type(model).__name__} is not reduced; {hint}")
     return model.reduction
+
+
+def inherit(method: Method, learned: dict[str, torch.Tensor]) -> None:
+    """Give a method what another one of its kind has learned, which may have learned it for more locations.
+
+    Raises:
+        UserError: something that it needs is not there.
+    """
+    wanted = method.state_dict()
+    if missing := sorted(set(wanted) - set(learned)):
+        raise UserError(f"nothing was learned for {missing[0]}; expected locations that it was trained for")
+    method.load_state_dict({name: learned[name] for name in wanted})
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -13,18 +13,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save as to_bytes
 from torch import nn
 
 from tntprune.batches import Source
-from tntprune.checkpoint import FILE, save
+from tntprune.checkpoint import FILE, WEIGHTS, save
 from tntprune.config import to_dict
 from tntprune.errors import UsageError, UserError
 from tntprune.reduce import reduction_of
 from tntprune.storage import make_folder, read_metadata, read_weights, write
-from tntprune.train import Trainer, Training, check_whole, fit
+from tntprune.train import fit
+from tntprune.trainer import Trainer, Training, check_whole
 
 STATE, LOG, LOCK = "checkpoint.safetensors", "log.jsonl", ".lock"
+VALUE = "value."  # before the name of a parameter in a state
 
 
 class Stopped(UserError):
@@ -120,7 +123,7 @@ def _train(
             if not interrupted:
                 raise
             raise Stopped(f"stopped after step {done} of {total}; continue with --resume") from None
-    path = save(model, out, json.dumps(options))
+    path = save(model, out, json.dumps(options), weights=training.backbone_lr > 0)
     _tidy(out)
     return path
 
@@ -168,8 +171,8 @@ def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") ->
 
 
 def _save_state(path: Path, trainer: Trainer, step: int, options: dict[str, Any]) -> None:
-    names = {id(parameter): name for name, parameter in trainer.method.named_parameters()}
-    tensors = {f"method.{name}": value for name, value in trainer.method.state_dict().items()}
+    names = {id(parameter): name for name, parameter in trainer.learned.items()}
+    tensors: dict[str, torch.Tensor] = {f"{VALUE}{name}": value for name, value in trainer.learned.items()}
     for group in trainer.optimizer.param_groups:
         for parameter in group["params"]:
             for key, value in trainer.optimizer.state[parameter].items():
@@ -180,16 +183,19 @@ def _save_state(path: Path, trainer: Trainer, step: int, options: dict[str, Any]
 
 def _load_state(path: Path, trainer: Trainer) -> None:
     tensors = read_weights(path)
-    prefix = "method."
-    try:
-        trainer.method.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
-    except RuntimeError as error:
-        raise UserError(f"{path}: does not fit the model ({str(error).splitlines()[-1].strip()[:100]})") from None
-    for name, parameter in trainer.method.named_parameters():
-        keys = [key for key in tensors if key.endswith(f".{name}") and not key.startswith(prefix)]
+    values = {name.removeprefix(VALUE): value for name, value in tensors.items() if name.startswith(VALUE)}
+    shapes = {name: parameter.shape for name, parameter in trainer.learned.items()}
+    if shapes != {name: value.shape for name, value in values.items()}:
+        odd = min(set(shapes) ^ set(values), default="a shape")
+        raise UserError(f"{path}: does not fit the model ({odd}); expected the state of the same training")
+    for name, parameter in trainer.learned.items():
+        parameter.data.copy_(values[name])
+        keys = [key for key in tensors if key.endswith(f".{name}") and not key.startswith(VALUE)]
+        keys = [key for key in keys if "." not in key.removesuffix(f".{name}")]
         device = {key: "cpu" if key.startswith("step.") else parameter.device for key in keys}
         state = {key.removesuffix(f".{name}"): tensors[key].to(device[key]) for key in keys}
-        trainer.optimizer.state[parameter] = state
+        if state:  # none before the first step that changes it
+            trainer.optimizer.state[parameter] = state
 
 
 @contextmanager
@@ -254,7 +260,7 @@ def _tidy(out: Path) -> None:
     for path in [
         out / STATE,
         out / LOCK,
-        *(path for name in (FILE, STATE, LOG) for path in out.glob(f".{name}.*.tmp")),
+        *(path for name in (FILE, WEIGHTS, STATE, LOG) for path in out.glob(f".{name}.*.tmp")),
     ]:
         with suppress(OSError):
             path.unlink(missing_ok=True)

@@ -3,26 +3,62 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
-from tntprune.config import TNT, Config
 from tntprune.errors import UsageError
 
+if TYPE_CHECKING:
+    from tntprune.config import Config
 
-class Step(NamedTuple):
-    """What happens to the patch tokens after one block.
+
+class Place(NamedTuple):
+    """Where in a model something happens to the tokens.
 
     Args:
         block: 0 is before the first block.
-        entering: Patch tokens that arrive.
-        ranked: Patch tokens that stay when those with the smallest scores are gone.
-        leaving: Patch tokens that stay when the similar ones are gone as well.
+        inside: Between the block's attention and its MLP, instead of after it.
     """
 
     block: int
+    inside: bool = False
+
+    def __str__(self) -> str:
+        return f"inside block {self.block}" if self.inside else f"after block {self.block}"
+
+
+class Turn(NamedTuple):
+    """One of the places at which a method acts.
+
+    Args:
+        place: Where.
+        number: Which one, from 0.
+        of: How many there are.
+    """
+
+    place: Place
+    number: int
+    of: int
+
+
+class Step(NamedTuple):
+    """What happens to the patch tokens at one place.
+
+    Args:
+        place: Where.
+        entering: Patch tokens that arrive.
+        ranked: Patch tokens that stay when those with the smallest scores are gone.
+        leaving: Patch tokens that stay when the similar ones are gone as well. Where the number differs from image to
+            image, the largest that is possible.
+        part: Which of several combined reductions acts, from 0.
+    """
+
+    place: Place
     entering: int
     ranked: int
     leaving: int
+    part: int = 0
 
 
 def truncated(count: int, rate: float) -> int:
@@ -33,48 +69,77 @@ def truncated(count: int, rate: float) -> int:
     return max(1, math.floor(count * rate + 1e-9))
 
 
-def schedule(config: Config, patches: int, depth: int) -> tuple[Step, ...]:
-    """The steps at which tokens are removed; a location where everything stays has none.
+def ceiled(count: int, rate: float) -> int:
+    """Whole tokens in a share of `count`, rounded up; at most `count`."""
+    return min(count, max(1, math.ceil(count * rate - 1e-9)))
+
+
+def schedule(configs: Sequence[Config], patches: int, depth: int) -> tuple[Step, ...]:
+    """The steps at which tokens are removed, in order; a place where everything stays has none.
 
     Args:
-        config: Any method's.
+        configs: One reduction, or several that share a model.
         patches: Patch tokens of the unpruned model.
         depth: Its blocks.
 
     Raises:
-        UsageError: a location lies after the last block, or more tokens are to stay than arrive.
+        UsageError: a location is not in the model, two reductions want the same place, or more tokens are to stay than
+            arrive.
     """
-    for at in config.locations:
-        if at >= depth:
-            raise UsageError(
-                f"at={at}: the model has {depth} blocks, and removing tokens after the last one saves nothing; "
-                f"expected 0 to {depth - 1}"
-            )
-    similar, at_start = 0, False
-    if isinstance(config, TNT):
-        similar, at_start = config.similar, config.resolved.similar_at == "start"
-    if similar and at_start and config.locations[0] == 0:
-        raise UsageError("at=0 with similar_at='start': both act before block 1; expected similar_at='score' or at=1")
+    if len(configs) > 1:
+        _check_combination(configs)
+    turns: list[tuple[int, Turn]] = []
+    for part, config in enumerate(configs):
+        places = config.places(depth)
+        turns += [(part, Turn(place, number, len(places))) for number, place in enumerate(places)]
+    turns.sort(key=lambda turn: (turn[1].place.block, not turn[1].place.inside))
+    for (part, turn), (another, other) in pairwise(turns):
+        if turn.place == other.place:
+            names = f"{configs[part].method} and {configs[another].method}"
+            raise UsageError(f"{names} both act {turn.place}; expected places of their own (at=...)")
     steps: list[Step] = []
     count = patches
-    if at_start and min(similar, patches // 2):
-        count -= min(similar, patches // 2)
-        steps.append(Step(0, patches, patches, count))
-    for at, amount in zip(config.locations, config.amounts, strict=True):
-        stay = truncated(count, amount) if config.tokens is None else int(amount)
-        if stay > count:
-            raise UsageError(f"tokens={stay} after block {at}: only {count} patch tokens arrive there")
-        if stay < count:
-            extra = 0 if at_start else min(similar, count - stay, stay)  # no more can be matched than stay
-            steps.append(Step(at, count, stay + extra, stay))
-        count = stay
+    for part, turn in turns:
+        step = configs[part].step(turn, count, patches)
+        if step is not None:
+            steps.append(step._replace(part=part))
+            count = step.leaving
     return tuple(steps)
 
 
-def entering(steps: tuple[Step, ...], patches: int, depth: int) -> list[int]:
-    """Patch tokens that enter each block, from the first to the last."""
-    counts = []
-    for block in range(depth):
-        patches = next((step.leaving for step in steps if step.block == block), patches)
-        counts.append(patches)
-    return counts
+def _check_combination(configs: Sequence[Config]) -> None:
+    for number, config in enumerate(configs):
+        if config.alone:
+            raise UsageError(f"{config.method} needs the whole model to itself; expected it without another reduction")
+        if config.variable and number < len(configs) - 1:
+            raise UsageError(
+                f"{config.method} leaves another number of tokens in each image, which {configs[number + 1].method} "
+                f"cannot go on from; expected {config.method} as the last one"
+            )
+
+
+class Counts(NamedTuple):
+    """Patch tokens on their way through a model.
+
+    Args:
+        attention: That enter each block.
+        mlp: That enter each block's MLP.
+        last: That are left at the end.
+    """
+
+    attention: list[int]
+    mlp: list[int]
+    last: int
+
+
+def counts(steps: Iterable[Step], patches: int, depth: int) -> Counts:
+    """Patch tokens at each block, from the first to the last."""
+    leaving = {step.place: step.leaving for step in steps}
+    count = leaving.get(Place(0), patches)
+    attention, mlp = [], []
+    for block in range(1, depth + 1):
+        attention.append(count)
+        count = leaving.get(Place(block, inside=True), count)
+        mlp.append(count)
+        count = leaving.get(Place(block), count)
+    return Counts(attention, mlp, count)

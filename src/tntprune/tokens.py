@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+NOWHERE = -1  # the index of a token without a place of its own in the grid: a fused one, or padding
 
 
 @dataclass(frozen=True)
@@ -14,11 +17,14 @@ class Tokens:
 
     Args:
         x: (B, prefix + n, D), the prefix tokens (CLS, distillation, registers) first.
-        index: (B, n), each patch token's place in the original grid, row by row.
+        index: (B, n), each patch token's place in the original grid, row by row; NOWHERE if it has none.
         prefix: How many prefix tokens there are.
-        size: (B, n), how many patches a token stands for, or None as long as nothing was merged.
+        size: (B, n), how many patches a token stands for, 0 where there is only padding; None as long as every one
+            stands for one.
         source: (B, N), for every original patch the position in `index` of the token that carries it, or -1 where it
             was dropped. None unless somebody records.
+        state: What a method keeps from one of its places for the next; the method that put it there also keeps it
+            in step with the tokens.
     """
 
     x: torch.Tensor
@@ -26,6 +32,7 @@ class Tokens:
     prefix: int
     size: torch.Tensor | None = None
     source: torch.Tensor | None = None
+    state: Any = None
 
     @property
     def patches(self) -> torch.Tensor:
@@ -63,12 +70,28 @@ def take(tokens: Tokens, keep: torch.Tensor) -> Tokens:
         keep: (B, k), positions among the patch tokens, in the order in which they are to stand.
     """
     prefix = torch.arange(tokens.prefix, device=keep.device).expand(keep.shape[0], -1)
-    return Tokens(
+    return replace(
+        tokens,
         x=pick(tokens.x, torch.cat([prefix, keep + tokens.prefix], 1)),  # (B, prefix + k, D)
         index=tokens.index.gather(1, keep),  # (B, k)
-        prefix=tokens.prefix,
         size=None if tokens.size is None else tokens.size.gather(1, keep),
         source=None if tokens.source is None else _follow(tokens.source, keep, tokens.count),
+    )
+
+
+def append(tokens: Tokens, x: torch.Tensor) -> Tokens:
+    """Add patch tokens at the end that have no place in the grid.
+
+    Args:
+        tokens: n patch tokens.
+        x: (B, m, D).
+    """
+    extra = tokens.index.new_full((1, 1), NOWHERE).expand(*x.shape[:2])  # (B, m)
+    return replace(
+        tokens,
+        x=torch.cat([tokens.x, x], 1),  # (B, prefix + n + m, D)
+        index=torch.cat([tokens.index, extra], 1),  # (B, n + m)
+        size=None if tokens.size is None else F.pad(tokens.size, (0, x.shape[1]), value=1.0),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tntprune.attention import Heads
 from tntprune.errors import UserError
-from tntprune.methods.base import Layout, Method
+from tntprune.methods.base import Layout, Method, Plan
+from tntprune.schedule import Place
 from tntprune.tokens import Tokens, start
 from tntprune.trace import Trace
 
@@ -45,6 +48,20 @@ class Costs(NamedTuple):
     head: int
 
 
+class Answer(NamedTuple):
+    """What a model says of a batch.
+
+    Args:
+        logits: (B, classes), as the model gives them.
+        ce_logits: Those that cross-entropy is taken of in training: the CLS head's alone on distilled models.
+        tokens: As they leave the last norm.
+    """
+
+    logits: torch.Tensor
+    ce_logits: torch.Tensor
+    tokens: Tokens
+
+
 class Backbone(ABC):
     """One family. `swaps` maps each class of the family to the static subclass that a reduced model takes on."""
 
@@ -63,8 +80,8 @@ class Backbone(ABC):
         """What its parts cost."""
 
     @abstractmethod
-    def ce_logits(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-        """The logits that cross-entropy is taken of in training: those of the CLS head alone on distilled models."""
+    def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
+        """Everything that training looks at, of a model that is reduced or not."""
 
 
 def find_backbone(model: nn.Module) -> Backbone:
@@ -84,6 +101,21 @@ def find_backbone(model: nn.Module) -> Backbone:
     raise UserError(f"{type(model).__module__}.{type(model).__name__} is not supported; expected {known}{hint}")
 
 
+class Halves(NamedTuple):
+    """One block, so that something can be seen and done between its attention and its MLP.
+
+    Args:
+        open: The tokens (B, n, D) and a bias for the logits of each key, or None, to the queries, keys and values.
+        close: The tokens that went in and what the heads give, (B, heads, n, head_dim), to the tokens that leave the
+            attention, with the residual.
+        mlp: The other half of the block, with the residual.
+    """
+
+    open: Callable[[torch.Tensor, torch.Tensor | None], Heads]
+    close: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    mlp: Callable[[torch.Tensor], torch.Tensor]
+
+
 class Reduced:
     """What the reduced class of every family has besides its family's own class."""
 
@@ -97,28 +129,50 @@ class Reduced:
         """Images to (B, prefix + N, D)."""
         raise NotImplementedError
 
+    def halves(self, block: Any) -> Halves:
+        """One block in two halves."""
+        raise NotImplementedError
+
     def walk(self, images: torch.Tensor) -> Tokens:
         """From images to the tokens that leave the last block, before the final norm."""
-        if self.trace is not None:
-            self.trace.begin()
-        tokens = start(self.embed(images), self.num_prefix_tokens, follow=self.trace is not None)
+        trace = self.trace
+        if trace is not None:
+            trace.begin()
+        tokens = start(self.embed(images), self.num_prefix_tokens, follow=trace is not None)
         plan = self.reduction.plan(tokens.count)
+        before, tokens = tokens, self.reduction(tokens, Place(0), plan)
         for number in range(len(self.blocks) + 1):
-            if number:
-                tokens = replace(tokens, x=self.run_block(self.blocks[number - 1], tokens.x))
+            if number and self.grad_checkpointing and torch.is_grad_enabled() and tokens.x.requires_grad:
+                tokens = checkpoint(self.run_block, tokens, number, plan, use_reentrant=False)
+            elif number:
+                tokens = self.run_block(tokens, number, plan)
+            if trace is not None and tokens.index is not before.index:
+                trace.add(number, tokens)
             before = tokens
-            tokens = self.reduction(tokens, number, plan)
-            if self.trace is not None and tokens.index is not before.index:
-                self.trace.add(number, tokens)
         return tokens
 
-    def run_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """One block, (B, n, D) to (B, n, D)."""
-        if self.grad_checkpointing and torch.is_grad_enabled() and x.requires_grad:
-            recomputed: torch.Tensor = checkpoint(block, x, use_reentrant=False)
-            return recomputed
-        out: torch.Tensor = block(x)
-        return out
+    def run_block(self, tokens: Tokens, number: int, plan: Plan) -> Tokens:
+        """One block and what is done to the tokens in it and after it: whole, unless somebody has to look inside."""
+        block, reduction = self.blocks[number - 1], self.reduction
+        sees, bias = reduction.sees(number, plan), reduction.bias(tokens)
+        if self.trace is not None:
+            self.trace.count(tokens)
+        inside = Place(number, inside=True)
+        if not sees and bias is None and inside not in plan:
+            out = replace(tokens, x=block(tokens.x))
+            if self.trace is not None:
+                self.trace.count(tokens)
+            return reduction(out, Place(number), plan)  # type: ignore[no-any-return]
+        halves = self.halves(block)
+        heads = halves.open(tokens.x, bias)
+        if sees == "map":
+            heads = replace(heads, attention=heads.map())
+        tokens = replace(tokens, x=halves.close(tokens.x, reduction.attend(heads, tokens)))
+        tokens = reduction(tokens, inside, plan, heads)
+        if self.trace is not None:
+            self.trace.count(tokens)
+        tokens = replace(tokens, x=halves.mlp(tokens.x))
+        return reduction(tokens, Place(number), plan, heads)  # type: ignore[no-any-return]
 
     def forward_intermediates(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: timm would fold the remaining tokens into a false grid, without an error."""

@@ -1,19 +1,20 @@
-"""What every method is to the rest: a module that maps tokens to tokens after each block."""
+"""What every method is to the rest: a module that maps tokens to tokens at its places in a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
+from tntprune.attention import Heads, log_size
 from tntprune.config import Config
-from tntprune.schedule import Step, schedule
+from tntprune.schedule import Place, Step, schedule
 from tntprune.tokens import Tokens
 
-Plan = dict[int, Step]
+Plan = dict[Place, Step]
 
 
 class Layout(NamedTuple):
@@ -26,6 +27,11 @@ class Layout(NamedTuple):
         prefix: Prefix tokens: CLS, distillation, registers.
         grid: Rows and columns of patches at the model's own image size.
         cls: Whether the first prefix token is a CLS token.
+        distilled: Whether the second is a distillation token.
+        heads: Of each block's attention.
+        attn_dim: Width of all heads together.
+        pool: What the head reads: "token" for the CLS token, else how the tokens are pooled.
+        opens: Whether its blocks can be run in halves, with a view of their attention.
     """
 
     family: str
@@ -34,6 +40,11 @@ class Layout(NamedTuple):
     prefix: int
     grid: tuple[int, int]
     cls: bool
+    distilled: bool = False
+    heads: int = 1
+    attn_dim: int = 0
+    pool: str = "token"
+    opens: bool = True
 
     @property
     def patches(self) -> int:
@@ -49,8 +60,14 @@ class Method(nn.Module):
         layout: The backbone it is done to.
     """
 
+    looks: ClassVar[Literal["", "heads", "map"]] = ""  # what it must see of a block's attention where it acts
+    needs_cls: ClassVar[bool] = False
     trains = False  # whether it has parameters to learn
-    objective: str | None = None  # of one that has: "ce" needs labels, "kl" the unpruned model
+    proportional = False  # whether merged tokens count in attention by their size
+    ce: float = 1.0  # weights of the losses in training: cross-entropy to the labels,
+    kl: float = 0.0  # divergence from the unpruned model
+    needs_teacher = False  # whether `penalty` looks at the unpruned model's tokens
+    trained: float = 1.0  # share of a training that is over; set by the trainer
 
     def __init__(self, config: Config, layout: Layout) -> None:
         super().__init__()
@@ -59,7 +76,7 @@ class Method(nn.Module):
         self._own = self._schedule(layout.patches)
 
     def steps(self, patches: int) -> Plan:
-        """Where tokens go from an image of so many patches, by block; made beforehand for the model's own size."""
+        """Where tokens go from an image of so many patches; made beforehand for the model's own size."""
         return self._own if patches == self.layout.patches else self._schedule(patches)
 
     def plan(self, patches: int) -> Plan:
@@ -67,26 +84,63 @@ class Method(nn.Module):
         return self.steps(patches)
 
     def _schedule(self, patches: int) -> Plan:
-        return {step.block: step for step in schedule(self.config, patches, self.layout.depth)}
+        return {step.place: step for step in schedule([self.config], patches, self.layout.depth)}
 
-    def forward(self, tokens: Tokens, block: int, plan: Plan) -> Tokens:
-        """Act on the tokens that leave `block` (0: the embedding). Nothing happens where the plan has no step."""
-        step = plan.get(block)
-        return tokens if step is None else self.reduce(tokens, step)
+    def sees(self, block: int, plan: Plan) -> Literal["", "heads", "map"]:
+        """What it must see of a block's attention in this pass."""
+        acts = Place(block) in plan or Place(block, inside=True) in plan
+        return self.looks if acts else ""
 
-    def reduce(self, tokens: Tokens, step: Step) -> Tokens:
-        """Go from `step.entering` to `step.leaving` patch tokens."""
+    def bias(self, tokens: Tokens) -> torch.Tensor | None:
+        """What is added to the logits of each key in a block's attention, (B, 1, 1, prefix + n), or None."""
+        if tokens.size is None or not (self.proportional or self.config.variable):
+            return None
+        return log_size(tokens.size, tokens.prefix, self.proportional)
+
+    def attend(self, heads: Heads, tokens: Tokens) -> torch.Tensor:
+        """What a block's heads give where the block has been opened, (B, heads, n, head_dim)."""
+        return heads.output()
+
+    def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:
+        """Act on the tokens at a place. Nothing happens where the plan has no step."""
+        step = plan.get(place)
+        return tokens if step is None else self.reduce(tokens, step, heads)
+
+    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+        """Go from `step.entering` to `step.leaving` patch tokens.
+
+        Args:
+            tokens: Those that arrive.
+            step: What to do.
+            heads: The block's attention, of the tokens that entered it, if the method looks at it.
+        """
         raise NotImplementedError
+
+    def penalty(self, tokens: Tokens, teacher: Tokens | None) -> torch.Tensor | None:
+        """What the method adds to the loss in training, a scalar, or None.
+
+        Args:
+            tokens: As they leave the model's last norm, with what the method has put into `state`.
+            teacher: The unpruned model's, where `needs_teacher` or `kl` asks for them.
+        """
+        return None
 
     def macs(self, step: Step) -> int:
         """Multiply-accumulates that one step costs for one image."""
         return 0
 
     @classmethod
-    def obstacle(cls, layout: Layout) -> str | None:
-        """Why the method cannot be applied to such a backbone, and which would do; None if it can."""
+    def obstacle(cls, layout: Layout, config: Config | None = None) -> str | None:
+        """Why the method, or one config of it, cannot be applied to such a backbone, and what would do; else None."""
+        if cls.needs_cls and not layout.cls:
+            return f"it ranks tokens by the CLS token's attention, and the model has none; {WITHOUT_CLS} would do"
+        if cls.looks and not layout.opens:
+            return f"it reads the attention of blocks that do not show it; {WITHOUT_ATTENTION} would do"
         return None
 
+
+WITHOUT_CLS = "tnt, random, dynamicvit, tome or zerotprune"
+WITHOUT_ATTENTION = "tnt, random or dynamicvit"
 
 M = TypeVar("M", bound=type[Method])
 _IMPLEMENTATIONS: dict[type[Config], type[Method]] = {}
@@ -104,7 +158,7 @@ def implements(config: type[Config]) -> Callable[[M], M]:
 
 def implementation(config: type[Config]) -> type[Method]:
     """The module class of a method, imported when first asked for."""
-    import_module(f"tntprune.methods.{config.method}")
+    import_module(f"tntprune.methods.{config.method}")  # imported when it is first asked for
     return _IMPLEMENTATIONS[config]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tntprune.attention import Heads
 from tntprune.config import Random
 from tntprune.methods.base import Method, implements
 from tntprune.schedule import Step
@@ -17,6 +18,6 @@ class RandomDrop(Method):
 
     config: Random
 
-    def reduce(self, tokens: Tokens, step: Step) -> Tokens:
+    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
         key = shuffled(tokens.index, self.config.order)  # (B, n)
         return take(tokens, key.topk(step.leaving, dim=1, largest=False).indices)

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tntprune.attention import Heads
 from tntprune.config import TNT
 from tntprune.errors import UsageError
 from tntprune.methods.base import Layout, Method, Plan, implements, top
 from tntprune.methods.similar import halves, remove_similar
-from tntprune.schedule import Step
+from tntprune.schedule import Place, Step
 from tntprune.tokens import Tokens, order, take
 
 
@@ -56,7 +57,7 @@ class TrainingNoise(Method):
     def __init__(self, config: TNT, layout: Layout) -> None:
         super().__init__(config, layout)
         self.options = config.resolved
-        self.objective = self.options.objective
+        self.ce, self.kl = (1.0, 0.0) if self.options.objective == "ce" else (0.0, 1.0)
         noisy = config.noise_blocks
         blocks: tuple[int, ...] = tuple(range(1, min(5, layout.depth - 1) + 1)) if noisy is None else noisy  # type: ignore[assignment]
         for block in blocks:
@@ -83,12 +84,7 @@ class TrainingNoise(Method):
         noisy = [int(block) for block in self.scorers]
         if self.options.noise_at == "one":
             noisy = [noisy[int(torch.randint(len(noisy), (), device="cpu"))]]
-        return {block: Step(block, patches, patches, patches) for block in noisy}
-
-    def forward(self, tokens: Tokens, block: int, plan: Plan) -> Tokens:
-        if self.training:
-            return self.add_noise(tokens, block) if block in plan else tokens
-        return super().forward(tokens, block, plan)
+        return {Place(block): Step(Place(block), patches, patches, patches) for block in noisy}
 
     def score(self, tokens: Tokens, block: int) -> torch.Tensor:
         """Raw scores (B, n) in fp32 whatever the precision around them; relevance alpha is their softmax (Eq. 4)."""
@@ -122,9 +118,11 @@ class TrainingNoise(Method):
             return tokens.count * torch.empty((), device=tokens.x.device).uniform_(0.1, 0.9)
         return tokens.count * share  # type: ignore[operator]
 
-    def reduce(self, tokens: Tokens, step: Step) -> Tokens:
-        if step.block in self.config.locations:
-            tokens = take(tokens, top(self.score(tokens, step.block), step.ranked))  # the best first
+    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+        if self.training:
+            return self.add_noise(tokens, step.place.block)
+        if step.place.block in self.config.locations:
+            tokens = take(tokens, top(self.score(tokens, step.place.block), step.ranked))  # the best first
         if step.leaving < step.ranked:
             groups = self.groups(step.ranked, tokens.x.device)
             tokens = remove_similar(tokens, step.ranked - step.leaving, groups, self.config.similar_how == "merge")
@@ -139,8 +137,8 @@ class TrainingNoise(Method):
 
     def macs(self, step: Step) -> int:
         cost = 0
-        if step.block in self.config.locations:
-            layers = self.scorers[str(step.block)].layers
+        if step.place.block in self.config.locations:
+            layers = self.scorers[str(step.place.block)].layers
             per_token = sum(layer.weight.numel() for layer in layers)  # type: ignore[union-attr]
             cost += step.entering * (per_token + 5 * self.layout.embed_dim * bool(self.options.score_norm))
         if step.leaving < step.ranked:

@@ -1,0 +1,74 @@
+"""What a method may read of a block's attention, and the attention itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One block's attention, taken apart. Nothing but `output` is computed unless a method asks for it.
+
+    Args:
+        query: (B, heads, n, head_dim), prefix tokens included.
+        key: The same.
+        value: The same.
+        scale: Of the logits.
+        bias: (B, 1, 1, n), added to the logits of each key, or None.
+        attention: (B, heads, n, n), the attention map, where a method works on the whole of it; else None.
+        fused: Whether the output may come from fused attention.
+        dropout: Of the attention map.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    bias: torch.Tensor | None = None
+    attention: torch.Tensor | None = None
+    fused: bool = True
+    dropout: float = 0.0
+
+    def rows(self, first: int) -> torch.Tensor:
+        """What the first tokens attend to, (B, heads, first, n) in fp32, rows that sum to 1. Costs first rows."""
+        if self.attention is not None:
+            return self.attention[:, :, :first].float()
+        return self.logits(self.query[:, :, :first]).float().softmax(-1)
+
+    def logits(self, query: torch.Tensor) -> torch.Tensor:
+        """(B, heads, m, head_dim) to (B, heads, m, n), before the softmax."""
+        logits = query * self.scale @ self.key.transpose(-2, -1)
+        return logits if self.bias is None else logits + self.bias
+
+    def map(self) -> torch.Tensor:
+        """The whole attention map, (B, heads, n, n)."""
+        return self.logits(self.query).softmax(-1) if self.attention is None else self.attention
+
+    def output(self) -> torch.Tensor:
+        """Attention-weighted values, (B, heads, n, head_dim)."""
+        if self.fused and self.attention is None:
+            bias = None if self.bias is None else self.bias.to(self.query.dtype)
+            return F.scaled_dot_product_attention(
+                self.query, self.key, self.value, attn_mask=bias, dropout_p=self.dropout, scale=self.scale
+            )
+        return F.dropout(self.map(), self.dropout, self.dropout > 0) @ self.value
+
+
+def log_size(size: torch.Tensor, prefix: int, proportional: bool) -> torch.Tensor:
+    """A bias for attention from the sizes of tokens: 0 takes no part.
+
+    Args:
+        size: (B, n), how many patches each patch token stands for, 0 where there is none.
+        prefix: How many prefix tokens stand before them; they count as one each.
+        proportional: A token of size s counts like s equal ones; else like one.
+
+    Returns:
+        (B, 1, 1, prefix + n)
+    """
+    size = F.pad(size.float(), (prefix, 0), value=1.0)  # (B, prefix + n)
+    least = -1e4  # exp of it is 0 in every precision, and a row of nothing else is no NaN
+    bias = size.log().clamp(min=least) if proportional else torch.where(size > 0, 0.0, least)
+    return bias[:, None, None, :]

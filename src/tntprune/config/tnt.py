@@ -1,0 +1,142 @@
+"""The options of Training Noise Token pruning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tntprune.config.base import (
+    Config,
+    as_tuple,
+    check,
+    check_flags,
+    check_words,
+    is_int,
+    is_number,
+    method,
+    option,
+)  # fmt: skip
+from tntprune.schedule import Place, Step, Turn
+
+# The rows of the design's table: what each recipe fills in where an option is None.
+RECIPES: dict[str, dict[str, Any]] = {
+    "paper": {
+        "noise_at": "all", "capacity": "one", "noise_scale": "one", "stream_norm": True, "beta": 0.02,
+        "score_norm": False, "objective": "ce",
+    },
+    "relative": {
+        "noise_at": "one", "capacity": "drawn", "noise_scale": "rms", "stream_norm": False, "beta": 1.0,
+        "score_norm": True, "objective": "kl",
+    },
+}  # fmt: skip
+
+
+@method("tnt")
+@dataclass(frozen=True)
+class TNT(Config):
+    """Training Noise Token pruning (the paper's section 3; the design's section on TNT).
+
+    In training the patch tokens x_i that leave a noisy block become
+    ``x_i + beta * s_i * (1 - min(1, c * alpha_i)) * eps_i`` with alpha the softmax of the scores over patch tokens;
+    at test time the tokens with the largest scores stay. An option left at None takes the recipe's value.
+
+    Args:
+        similar: Tokens removed for being similar to a kept one; 0 turns the step off. Where fewer can go (at most
+            as many as stay), fewer go: the number that stays is always what `keep` or `tokens` says.
+        similar_at: "score" removes them after each ranking (top n + similar, then similar are removed), "start"
+            once before block 1. None: "score" with one location, "start" with several, as in the paper.
+        partition: How tokens are split in two groups: "random" (a seeded permutation, the same for every image) or
+            "sequential" (by rank: the better half is compared with the worse one; in the grid's order at "start").
+        similar_how: "drop" the similar tokens or "merge" each into its match.
+        order: Seed of the random partition.
+        recipe: "relative" (ours, better on a short training) or "paper" (the authors' released code).
+        scorer: "linear" or "mlp" (D, hidden, GELU, 1).
+        hidden: Width of the MLP scorer; None is twice the embedding width, derived from the paper's DeiT-Tiny figures.
+        noise_blocks: Blocks whose output gets noise in training, each with a scorer; None is 1 to 5, or fewer in a
+            model with fewer blocks. 0 is the patch embedding.
+        noise_at: In training, noise after "all" of these blocks at once, or after "one" of them, drawn for each batch,
+            so that every scorer learns from the features that it will see.
+        capacity: Number of tokens that can pass free of noise: "one", a share of the tokens in (0, 1], or "drawn",
+            a share drawn uniformly from [0.1, 0.9] for each batch and block.
+        noise_scale: Noise in units of "one" or of each token's root mean square, "rms".
+        stream_norm: In training a non-affine LayerNorm replaces the residual stream, prefix tokens included, before
+            noise is added, as in the authors' code.
+        beta: Standard deviation of the noise, above 0.
+        score_norm: Scores are computed from a non-affine LayerNorm of the tokens.
+        objective: "ce", cross-entropy to the labels (of the CLS head alone on distilled models), or "kl", divergence
+            from the unpruned model, which needs no labels.
+    """
+
+    similar: int = option(0, "tokens removed for being similar to a kept one")
+    similar_at: Literal["score", "start"] | None = option(None, "remove similar tokens after the score or at the start")
+    partition: Literal["random", "sequential"] = option("random", "how the similarity step splits the tokens")
+    similar_how: Literal["drop", "merge"] = option("drop", "drop similar tokens, or merge each into its match")
+    order: int = option(0, "seed of the random partition")
+    recipe: Literal["relative", "paper"] = option("relative", "the default of each option below", learned=True)
+    scorer: Literal["linear", "mlp"] = option("linear", "the scorer", learned=True)
+    hidden: int | None = option(None, "width of the mlp scorer (twice the embedding's)", learned=True)
+    noise_blocks: int | Sequence[int] | None = option(
+        None, "blocks whose output gets noise in training (1 to 5)", learned=True
+    )
+    noise_at: Literal["all", "one"] | None = option(None, "noise after all of these at once, or one for each batch")
+    capacity: float | Literal["one", "drawn"] | None = option(None, "tokens free of noise: one, drawn, or a share")
+    noise_scale: Literal["one", "rms"] | None = option(None, "unit of the noise")
+    stream_norm: bool | None = option(None, "normalise the residual stream in training, as the authors' code does")
+    beta: float | None = option(None, "standard deviation of the noise")
+    score_norm: bool | None = option(None, "score a LayerNorm of the tokens", learned=True)
+    objective: Literal["ce", "kl"] | None = option(None, "train against labels, or against the unpruned model")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.noise_blocks is not None:
+            blocks = as_tuple(self.noise_blocks)
+            for block in blocks:
+                check(is_int(block) and block >= 0, f"noise_blocks: {block} given; expected numbers, 0 or larger")
+            object.__setattr__(self, "noise_blocks", tuple(sorted(set(blocks))))
+        check(is_int(self.similar) and self.similar >= 0, f"similar={self.similar}: expected 0 or more tokens")
+        check(is_int(self.order) and self.order >= 0, f"order={self.order}: expected a whole number, 0 or larger")
+        check_words(
+            self, "similar_at", "partition", "similar_how", "recipe", "scorer", "noise_at", "noise_scale", "objective"
+        )
+        check(self.noise_blocks != (), "noise_blocks: none given; expected at least one block")
+        width = self.hidden is None or (is_int(self.hidden) and self.hidden > 0)
+        check(width, f"hidden={self.hidden}: expected a width above 0")
+        check(
+            self.hidden is None or self.scorer == "mlp", f"hidden={self.hidden}: the linear scorer has no hidden layer"
+        )
+        check_flags(self, "stream_norm", "score_norm")
+        check(self.beta is None or (is_number(self.beta) and self.beta > 0), f"beta={self.beta}: expected above 0")
+        share = is_number(self.capacity) and 0 < self.capacity <= 1  # type: ignore[operator]
+        check(
+            share or self.capacity in (None, "one", "drawn"),
+            f"capacity={self.capacity!r}: expected 'one', 'drawn' or a share above 0 and at most 1",
+        )
+
+    @property
+    def resolved(self) -> TNT:
+        """The same config with every None that the recipe fills in filled in."""
+        gaps = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
+        gaps["similar_at"] = self.similar_at or ("score" if len(self.locations) == 1 else "start")
+        return replace(self, **gaps)
+
+    @property
+    def at_start(self) -> bool:
+        """Whether similar tokens go before block 1."""
+        return self.similar > 0 and self.resolved.similar_at == "start"
+
+    def places(self, depth: int) -> tuple[Place, ...]:
+        places = super().places(depth)
+        check(
+            not (self.at_start and places[0] == Place(0)),
+            "at=0 with similar_at='start': both act before block 1; expected similar_at='score' or at=1",
+        )
+        return (Place(0), *places) if self.at_start else places
+
+    def step(self, turn: Turn, count: int, patches: int) -> Step | None:
+        if self.at_start and turn.number == 0:
+            stay = count - min(self.similar, count // 2)
+            return Step(turn.place, count, count, stay) if stay < count else None
+        stay = self.stay(turn._replace(number=turn.number - self.at_start), count)
+        extra = 0 if self.at_start else min(self.similar, count - stay, stay)  # no more can be matched than stay
+        return Step(turn.place, count, stay + extra, stay) if stay < count else None

@@ -1,0 +1,75 @@
+"""Several reductions of one model, each at places of its own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from tntprune.attention import Heads, log_size
+from tntprune.config import Combination
+from tntprune.errors import UsageError
+from tntprune.methods.base import Layout, Method, Plan, implementation, implements
+from tntprune.schedule import Place, Step, schedule
+from tntprune.tokens import Tokens
+
+
+@implements(Combination)
+class Combined(Method):
+    """Hands the tokens to whichever reduction acts at a place. While one of them learns, the others stand aside."""
+
+    config: Combination
+
+    def __init__(self, config: Combination, layout: Layout) -> None:
+        super().__init__(config, layout)
+        modules = [implementation(type(part))(part, layout) for part in config.parts]
+        self.parts: list[Method] = nn.ModuleList(modules)  # type: ignore[assignment]
+        learners = [number for number, part in enumerate(modules) if part.trains]
+        if len(learners) > 1:
+            names = " and ".join(config.parts[number].method for number in learners)
+            raise UsageError(f"{names} both learn; expected one of them, with reductions that need no training")
+        self.learner = learners[0] if learners else None
+        self.trains = self.learner is not None
+        self.proportional = any(part.proportional for part in modules)
+        if self.learner is not None:
+            own = modules[self.learner]
+            self.ce, self.kl, self.needs_teacher = own.ce, own.kl, own.needs_teacher
+
+    def _schedule(self, patches: int) -> Plan:
+        return {step.place: step for step in schedule(self.config.parts, patches, self.layout.depth)}
+
+    def plan(self, patches: int) -> Plan:
+        if not self.training or self.learner is None:
+            return self.steps(patches)
+        own = self.parts[self.learner]
+        own.trained = self.trained
+        return {place: step._replace(part=self.learner) for place, step in own.plan(patches).items()}
+
+    def part(self, number: int, plan: Plan) -> Plan:
+        """The steps of one of the reductions."""
+        return {place: step for place, step in plan.items() if step.part == number}
+
+    def sees(self, block: int, plan: Plan) -> Literal["", "heads", "map"]:
+        wanted = [part.sees(block, self.part(number, plan)) for number, part in enumerate(self.parts)]
+        return "map" if "map" in wanted else "heads" if "heads" in wanted else ""
+
+    def bias(self, tokens: Tokens) -> torch.Tensor | None:
+        if tokens.size is None or not (self.proportional or self.config.variable):
+            return None
+        return log_size(tokens.size, tokens.prefix, self.proportional)
+
+    def attend(self, heads: Heads, tokens: Tokens) -> torch.Tensor:
+        own = self.parts[self.learner] if self.training and self.learner is not None else None
+        return heads.output() if own is None else own.attend(heads, tokens)
+
+    def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:
+        for number, part in enumerate(self.parts):
+            tokens = part(tokens, place, self.part(number, plan), heads)
+        return tokens
+
+    def penalty(self, tokens: Tokens, teacher: Tokens | None) -> torch.Tensor | None:
+        return None if self.learner is None else self.parts[self.learner].penalty(tokens, teacher)
+
+    def macs(self, step: Step) -> int:
+        return self.parts[step.part].macs(step)
