@@ -55,7 +55,7 @@ class DynamicViT(Config):
     def share(self, number: int, patches: int) -> float:
         """The share of all patches that is wanted at one location, which training aims at."""
         if self.tokens is not None:
-            return min(1.0, self.amount(number) / patches)
+            return min(1.0, float(self.amount(number)) / patches)
         amount: float = self.amount(number)
         return amount if len(self.given) > 1 else math.pow(amount, number + 1)
 
