@@ -1,10 +1,6 @@
-"""The closed form against the paper's own figures and against counting a real run."""
+"""The closed form against counting a real run. tests/test_published.py holds it against the paper's figures."""
 
 from __future__ import annotations
-
-import csv
-import os
-from pathlib import Path
 
 import pytest
 import timm
@@ -12,84 +8,25 @@ import torch
 from fvcore.nn import FlopCountAnalysis
 
 from conftest import make, photos_for
-from tntprune import TNT, Random, macs, reduce_, vit16
+from tntprune import TNT, Random, macs, reduce_
+from tntprune.models import shape_of
 from tntprune.reduce import base_of
 
-TABLES = Path(os.environ.get("TNTPRUNE_TABLES", Path(__file__).parents[2] / "shared" / "paper" / "tables.csv"))
-MISPRINTS = {  # notes.md: each of these rows prints something else than was run
-    ("deit_base_distilled", "tnt", "0.45"): "10.31 is printed for 10.36",
-    ("vit16_mlp768", "tnt", "3.90"): "the rates are printed as .65 .85 .7 where .6 .8 .7 was run",
-    ("deit_tiny_distilled", "tnt-mlp", "0.93"): "0.96 fits neither reading; 0.94 to 0.95 is computed",
-}
-NAMES = {
-    "deit_base_distilled": "deit_base_distilled_patch16_224",
-    "deit_small_distilled": "deit_small_distilled_patch16_224",
-    "deit_tiny_distilled": "deit_tiny_distilled_patch16_224",
-}
 
-
-def rows():
-    if not TABLES.is_file():
-        return []
-    with TABLES.open() as file:
-        return [row for row in csv.DictReader(file) if row["method"] in ("none", "tnt", "tnt-mlp", "random")]
-
-
-def on_paper(row) -> float:
-    """GMACs of a row of the paper, from its settings alone."""
-    with torch.device("meta"):
-        model = vit16() if row["backbone"] == "vit16_mlp768" else timm.create_model(NAMES[row["backbone"]])
-    vit = row["backbone"] == "vit16_mlp768"
-    if row["method"] == "none":
-        return macs(model).macs / 1e9
-    amount = {"tokens": int(row["tokens"])} if row["tokens"] else {}
-    if row["keep"]:
-        amount = {"keep": float(row["keep"])}
-    if row["method"] == "random":
-        config = Random(at=2 if vit else 3, **amount)
-    elif row["scheme"] == "single":
-        scorer = "mlp" if row["method"] == "tnt-mlp" else "linear"
-        config = TNT(at=2 if vit else 3, similar=30 if vit else 25, recipe="paper", scorer=scorer, **amount)
-    else:
-        scorer = "mlp" if row["method"] == "tnt-mlp" else "linear"
-        rates = tuple(float(rate) for rate in row["rates"].split())
-        config = TNT(at=(3, 4, 5), keep=rates, similar=40, recipe="paper", scorer=scorer)
-    return macs(reduce_(model, config)).macs / 1e9
-
-
-@pytest.mark.realdata
 @pytest.mark.parametrize(
-    "row", rows(), ids=lambda r: "-".join(v for k, v in r.items() if v and k not in ("top1", "images_per_s"))
+    ("name", "base", "config", "pruned"),
+    [
+        ("deit_base_distilled_patch16_224", 17.68, TNT(at=3, keep=0.5, similar=25, recipe="paper"), 11.03),
+        ("deit_small_distilled_patch16_224", 4.63, TNT(at=3, keep=0.5, similar=25, recipe="paper"), 2.87),
+        ("deit_tiny_distilled_patch16_224", 1.27, Random(at=3, keep=0.5), 0.77),
+        ("vit16", 9.17, TNT(at=2, tokens=100, similar=30, recipe="paper"), 5.33),
+    ],
 )
-def test_the_papers_gflops_are_met(row):
-    key = (row["backbone"], row["method"], row["keep"] or row["gflops_bucket"])
-    allowed = 0.02 if row["method"] == "tnt-mlp" else 0.01
-    difference = abs(round(on_paper(row), 2) - float(row["gflops"]))
-    if key in MISPRINTS:
-        assert difference > 0.005, f"no misprint after all: {MISPRINTS[key]}"
-    else:
-        assert difference <= allowed + 1e-9
-
-
-def test_the_figures_that_the_notes_give():
-    """Here too, so that something is checked where the paper's tables are not at hand."""
-    expected = {
-        "deit_base_distilled": 17.68,
-        "deit_small_distilled": 4.63,
-        "deit_tiny_distilled": 1.27,
-        "vit16_mlp768": 9.17,
-    }
-    for backbone, gflops in expected.items():
-        assert round(on_paper({"backbone": backbone, "method": "none"}), 2) == gflops
-    row = {
-        "backbone": "deit_small_distilled",
-        "method": "tnt",
-        "scheme": "single",
-        "keep": "0.5",
-        "tokens": "",
-        "rates": "",
-    }
-    assert round(on_paper(row), 2) == 2.87
+def test_the_papers_models(name, base, config, pruned):
+    """As printed; test_published.py has every row."""
+    model = shape_of(name)
+    assert round(macs(model).macs / 1e9, 2) == base
+    assert round(macs(reduce_(model, config)).macs / 1e9, 2) == pruned
 
 
 CONFIGS = [
