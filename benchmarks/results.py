@@ -1,128 +1,364 @@
-"""The table of docs/results.md: trains the scorers, evaluates every row, and writes the page. Resumes where it stopped.
+"""Every method on a real model: trains what learns, evaluates every row, and writes docs/results.md.
 
 python benchmarks/results.py --data ../shared/data --out runs/results
+
+Each training and each row is kept in a file of its own, so that it resumes where it stopped. Accuracy does not depend
+on what else the machine does; speed does, and is measured on its own at the end, each row in turns with the unpruned
+model.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+import torch
 import tyro
+from torch import nn
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from tntprune import (
+    ATS,
+    TNT,
+    AViT,
+    DynamicViT,
+    EViT,
+    EvoViT,
+    Random,
+    ToMe,
+    TopK,
+    ZeroTPrune,
+    load_,
+    macs,
+    reduce_,
+    restore_,
+)  # fmt: skip
+from tntprune.config import Config, options
+from tntprune.data import Photos, collate, input_mode, labelled_photos, transform_for
 from tntprune.environment import stamp
+from tntprune.evaluate import Tally
+from tntprune.models import load_model
 from tntprune.storage import write
 
 MODEL = "vit_tiny_patch16_224"
-TRAININGS = {
-    "TNT": ["--recipe", "relative"],
-    "TNT, paper's recipe": ["--recipe", "paper"],
+KEEP = (0.8, 0.7, 0.6, 0.5, 0.35, 0.25)  # after block 3
+SHARES = (0.8, 0.7, 0.6, 0.5, 0.4)  # of the unpruned model's MACs, over several blocks
+BATCH, SPEED_BATCHES = 32, 6
+
+TUNE = ["--objective", "both", "--backbone-lr", "1e-5", "--lr", "1e-3", "--freeze-epochs", "1"]
+TRAININGS: dict[str, list[str]] = {  # options of `tntprune train`; chosen on a split of the calibration photos
+    "tnt": ["--method", "tnt"],
+    "tnt-paper": ["--method", "tnt", "--recipe", "paper"],
+    "dynamicvit": ["--method", "dynamicvit", "--lr", "1e-3"],
+    "dynamicvit-tuned": ["--method", "dynamicvit", *TUNE],
+    "evit-tuned": ["--method", "evit", "--backbone-lr", "1e-5"],
+    "avit": ["--method", "avit"],
+    "avit-tuned": ["--method", "avit", "--backbone-lr", "1e-5"],
 }
-KEEP = ("0.7", "0.5", "0.25")
-SEVERAL = {"0.8": ["124", "99", "79"]}  # at blocks 3, 4 and 5 each, of the 156 that are left before block 1
 
 
-def rows() -> list[tuple[str, str, list[str]]]:
-    """Name, setting and arguments of `tntprune eval` of each row; a name of TRAININGS takes its reducer."""
-    found: list[tuple[str, str, list[str]]] = [("unpruned", "", [])]
-    for keep in KEEP:
-        single = ["--at", "3", "--keep", keep]
-        where = f"{keep} after block 3"
-        found += [(name, where, [*single, "--similar", "25"]) for name in TRAININGS]
-        found.append(("random drop", where, ["--method", "random", *single]))
-    for keep in SEVERAL:
-        several = ["--at", "3", "4", "5", "--keep", keep]
-        where = f"{keep} after blocks 3, 4, 5"
-        found += [(name, where, [*several, "--similar", "40"]) for name in TRAININGS]
-        counts = ["--at", "0", "3", "4", "5", "--tokens", "156", *SEVERAL[keep]]  # as many as TNT keeps
-        found.append(("random drop", where, ["--method", "random", *counts]))
+@dataclass(frozen=True)
+class Entry:
+    """One method as one line of each table.
+
+    Args:
+        name: As the tables say it.
+        single: Its config that leaves a share after block 3.
+        several: Its config over several blocks, at a share of its own.
+        training: Which of TRAININGS it takes.
+        note: Where it acts, with several blocks.
+    """
+
+    name: str
+    single: Callable[[float], Config]
+    several: Callable[[float], Config]
+    training: str | None = None
+    note: str = "3, 4, 5"
+
+
+def entries() -> list[Entry]:
+    """Every method, each as its paper has it, but for the place of the single location."""
+    three = (3, 4, 5)
+
+    def tnt(k: float) -> Config:
+        return TNT(at=3, keep=k, similar=25)
+
+    def tnt_several(k: float) -> Config:
+        return TNT(at=three, keep=k, similar=40)
+
+    def paper(k: float) -> Config:
+        return TNT(at=3, keep=k, similar=25, recipe="paper")
+
+    def paper_several(k: float) -> Config:
+        return TNT(at=three, keep=k, similar=40, recipe="paper")
+
+    def evit(k: float) -> Config:
+        return EViT(at=3, keep=k, inside=False)
+
+    def dynamic(k: float) -> Config:
+        return DynamicViT(at=3, keep=k)
+
+    def halting(k: float) -> Config:
+        return AViT(at=3, keep=k)
+
+    def halting_several(k: float) -> Config:
+        return AViT(at=three, keep=k)
+
+    return [
+        Entry("TNT", tnt, tnt_several, "tnt"),
+        Entry("TNT, paper's recipe", paper, paper_several, "tnt-paper"),
+        Entry("random drop", lambda k: Random(at=3, keep=k), lambda k: Random(at=three, keep=k)),
+        Entry("Top-K", lambda k: TopK(at=3, keep=k, inside=False), lambda k: TopK(at=three, keep=k)),
+        Entry("EViT", evit, lambda k: EViT(keep=k), None, "4, 7, 10"),
+        Entry("EViT, fine-tuned", evit, lambda k: EViT(keep=k), "evit-tuned", "4, 7, 10"),
+        Entry("DynamicViT", dynamic, lambda k: DynamicViT(keep=k), "dynamicvit", "3, 6, 9"),
+        Entry("DynamicViT, fine-tuned", dynamic, lambda k: DynamicViT(keep=k), "dynamicvit-tuned", "3, 6, 9"),
+        Entry("ToMe", lambda k: ToMe(at=3, keep=k, inside=False), lambda k: ToMe(keep=k), None, "all"),
+        Entry(
+            "Zero-TPrune",
+            lambda k: ZeroTPrune(at=3, keep=k, similar=25, beyond=False),
+            lambda k: ZeroTPrune(keep=k),
+            None,
+            "1, 3, 6, 9, 11",
+        ),
+        Entry("ATS", lambda k: ATS(at=3, keep=k), lambda k: ATS(keep=k), None, "4 to 12"),
+        Entry("A-ViT", halting, halting_several, "avit"),
+        Entry("A-ViT, fine-tuned", halting, halting_several, "avit-tuned"),
+        Entry("Evo-ViT", lambda k: EvoViT(at=3, keep=k), lambda k: EvoViT(keep=k), None, "4, 8"),
+    ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting of one method."""
+
+    entry: Entry | None
+    config: Config | None
+    where: str
+
+    @property
+    def slug(self) -> str:
+        """Its name as a file name."""
+        name = "unpruned" if self.entry is None else f"{self.entry.name} {self.where}"
+        return "".join(c if c.isalnum() else "-" for c in name.lower())
+
+
+def fitted(model: nn.Module, several: Callable[[float], Config], target: float) -> Config:
+    """The config whose MACs come nearest to a number from below, by bisection of its rate to three decimals."""
+    low, high = 1, 1000
+    while low < high:
+        middle = (low + high + 1) // 2
+        if macs(reduce_(model, several(middle / 1000))).macs <= target:
+            low = middle
+        else:
+            high = middle - 1
+    restore_(model)
+    return several(low / 1000)
+
+
+def rows(model: nn.Module) -> list[Row]:
+    """All of them, the unpruned model first."""
+    base = macs(model).macs
+    found = [Row(None, None, "")]
+    for entry in entries():
+        found += [Row(entry, entry.single(keep), f"{keep}") for keep in KEEP]
+        for share in SHARES:
+            found.append(Row(entry, fitted(model, entry.several, share * base), f"{share} of the MACs"))
     return found
 
 
-def slug(name: str) -> str:
-    """A name as a file name."""
-    return "".join(c if c.isalnum() else "-" for c in name.lower())
+class Bench:
+    """The model, the photos and what the unpruned model says of them, loaded once."""
+
+    def __init__(self, data: Path, out: Path) -> None:
+        self.out = out
+        self.model = load_model(MODEL, data / f"{MODEL}.safetensors", "cpu").eval()
+        self.base = copy.deepcopy(self.model)
+        self.plain = copy.deepcopy(self.model.state_dict())
+        photos = labelled_photos(data / "imagenet-val-1300", self.model)
+        reader = Photos(photos, transform_for(self.model), input_mode(self.model))
+        loader = DataLoader(reader, BATCH, num_workers=2, collate_fn=collate)
+        self.batches = [(batch.images, batch.labels) for batch in tqdm(loader, desc="reading", unit="batch")]
+        self.guesses: list[torch.Tensor] = []
+
+    def reduced(self, row: Row) -> nn.Module:
+        """The model of a row."""
+        restore_(self.model)
+        self.model.load_state_dict(self.plain)
+        if row.entry is None or row.config is None:
+            return self.model
+        if row.entry.training is None:
+            return reduce_(self.model, row.config)
+        kind = type(row.config)  # what it learned stays as it was trained, all else is as the row says
+        chosen = {n: getattr(row.config, n) for n, entry in options(kind).items() if not entry.metadata["learned"]}
+        return load_(self.model, self.out / row.entry.training, **chosen)
+
+    @torch.inference_mode()
+    def accuracy(self, row: Row) -> dict[str, Any]:
+        """Top-1, agreement and MACs."""
+        if not self.guesses:
+            self.guesses = [self.base(images).argmax(1) for images, _ in self.batches]
+        tally, same = Tally(self.reduced(row)), 0
+        for (images, labels), guess in zip(self.batches, self.guesses, strict=True):
+            same += int((tally.run(images, labels) == guess).sum())
+        found = tally.figures()
+        left = tally.tokens()[-1]
+        return {"top1": found.top1, "agreement": 100 * same / tally.images, "macs": found.macs, "tokens": left}
+
+    @torch.inference_mode()
+    def speed(self, row: Row) -> dict[str, Any]:
+        """Images/s, and the median ratio to the unpruned model, in turns on the same batches."""
+        own, base = Tally(self.reduced(row)), Tally(self.base)
+        own.variable = False  # it counts its tokens with a second pass, which has nothing to do with speed
+        for number, batch in enumerate(self.batches[:SPEED_BATCHES]):
+            for tally in (own, base) if number % 2 else (base, own):
+                tally.run(*batch)
+        ratio = median(b / a for a, b in zip(own.pace, base.pace, strict=True))
+        return {"images_per_s": 1 / median(own.pace), "speedup": ratio}
 
 
-def command(*arguments: str) -> dict[str, object]:
-    """Run one tntprune command with --json and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tntprune.cli", *arguments, "--json"], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return dict(json.loads(done.stdout))
+def train(data: Path, out: Path) -> dict[str, float]:
+    """Train what is not trained yet, and return how long each took in seconds, over all the times it was resumed."""
+    seconds = {}
+    for name, chosen in TRAININGS.items():
+        run = out / name
+        command = [
+            sys.executable, "-m", "tntprune.cli", "train", MODEL, "--weights", str(data / f"{MODEL}.safetensors"),
+            "--data", str(data / "calibration-1000" / "images"), *chosen, "--out", str(run),
+        ]  # fmt: skip
+        if not (run / "reducer.safetensors").exists():
+            tqdm.write(f"training {name}", file=sys.stderr)
+            subprocess.run([*command, *(["--resume"] if run.exists() else [])], check=True, stdout=sys.stderr)
+        seconds[name] = float(json.loads((run / "log.jsonl").read_text().splitlines()[-1])["seconds"])
+    return seconds
 
 
-def trained(log: Path) -> float:
-    """Seconds that a training took, over all the times it was resumed."""
-    return float(json.loads(log.read_text().splitlines()[-1])["seconds"])
-
-
-def remembered(path: Path, *arguments: str) -> dict[str, object]:
-    """The same, unless its result is already there."""
+def remembered(path: Path, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What is in a file, or else what `find` finds, which is then put there."""
     if not path.exists():
-        write(path, json.dumps(command(*arguments)).encode())
+        write(path, json.dumps(find()).encode())
     return dict(json.loads(path.read_text()))
 
 
-def main(data: Path, out: Path, page: Path = Path("docs/results.md")) -> None:
+def main(data: Path, out: Path, page: Path = Path("docs/results.md"), speed: bool = True) -> None:
     """Everything.
 
     Args:
         data: The folder with the weights, calibration-1000 and imagenet-val-1300.
         out: Where trainings and results go.
         page: The page to write.
+        speed: Measure speed as well, and write the page; turn it off while the machine is busy.
     """
     out.mkdir(parents=True, exist_ok=True)
-    weights = ["--weights", str(data / f"{MODEL}.safetensors")]
-    seconds = {}
-    for name, options in TRAININGS.items():
-        run = out / slug(name)
-        resume = ["--resume"] if run.exists() else []
-        photos = str(data / "calibration-1000" / "images")
-        command("train", MODEL, *weights, "--data", photos, "--method", "tnt", *options, "--out", str(run), *resume)
-        seconds[name] = trained(run / "log.jsonl")
-    lines = []
-    for name, where, arguments in tqdm(rows(), unit="row"):
-        reducer = ["--reducer", str(out / slug(name))] if name in TRAININGS else []
-        path = out / f"eval-{slug(name)}-{slug(where)}.json"
-        validation = str(data / "imagenet-val-1300")
-        found = remembered(path, "eval", MODEL, *weights, "--data", validation, *reducer, *arguments, "--compare")
-        lines.append((name, where, found))
-    times = "; ".join(f"{name}: {value:.0f} s" for name, value in seconds.items())
-    write(page, PAGE.format(rows="\n".join(map(row, lines)), trained=times, stamp=stamp()).encode())
+    seconds = train(data, out)
+    bench = Bench(data, out)
+    plan = rows(copy.deepcopy(bench.model))
+    found = {}
+    for row in tqdm(plan, unit="row", desc="accuracy"):
+        found[row.slug] = remembered(out / f"{row.slug}.json", lambda row=row: bench.accuracy(row))  # type: ignore[misc]
+    if not speed:
+        return
+    for row in tqdm(plan, unit="row", desc="speed"):
+        path = out / f"{row.slug}-speed.json"
+        found[row.slug] |= remembered(path, lambda row=row: bench.speed(row))  # type: ignore[misc]
+    write(page, text(plan, found, seconds).encode())
 
 
-def row(line: tuple[str, str, dict[str, object]]) -> str:
-    """One line of the table."""
-    name, where, f = line
-    speed = f"{f['speedup']:.2f}" if "speedup" in f else "1.00"
+def line(row: Row, f: dict[str, Any]) -> str:
+    """One line of a table."""
+    name = "unpruned" if row.entry is None else row.entry.name
     return (
-        f"| {name} | {where} | {f['top1']:.1f} | {f['agreement']:.1f} | {float(str(f['macs'])) / 1e9:.3f} | "
-        f"{speed} | {f['images_per_s']:.0f} |"
+        f"| {name} | {row.where} | {f['top1']:.1f} | {f['agreement']:.1f} | {f['macs'] / 1e9:.3f} | "
+        f"{f['speedup']:.2f} | {f['images_per_s']:.0f} |"
     )
 
 
-PAGE = """# Measured results
+def overview(plan: list[Row], found: dict[str, Any], settings: list[str]) -> str:
+    """Top-1 of every method over the settings, the best of each in bold."""
+    lines = [f"| method | {' | '.join(settings)} |", f"|---|{'---:|' * len(settings)}"]
+    named: dict[str, dict[str, float]] = {}
+    for row in plan:
+        if row.entry is not None and row.where in settings:
+            named.setdefault(row.entry.name, {})[row.where] = found[row.slug]["top1"]
+    best = {where: max(scores[where] for scores in named.values()) for where in settings}
+    for name, scores in named.items():
+        cells = [f"**{scores[w]:.1f}**" if scores[w] == best[w] else f"{scores[w]:.1f}" for w in settings]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
-`{{model}}` with real weights on 1,300 labelled photos of the ImageNet-1k validation set. That is a subset: compare
-rows of this table with each other, not with published accuracies. Scorers were trained on 1,000 other photos with the
-backbone frozen ({trained}). TNT rows remove 25 similar tokens at one location, and 40 before block 1 with three, as the
-paper does. Speed is the median ratio to the unpruned model on the same batches of 32, taken in turns; images/s is the
-model alone.
+
+def text(plan: list[Row], found: dict[str, Any], seconds: dict[str, float]) -> str:
+    """The page."""
+    single, several = [f"{keep}" for keep in KEEP], [f"{share} of the MACs" for share in SHARES]
+    header = (
+        "| method | setting | top-1 | agrees with the unpruned | GMACs | speed-up | images/s |\n|---|---|" + "---:|" * 5
+    )
+    places = "; ".join(f"{entry.name} {entry.note}" for entry in entries())
+    first = line(plan[0], found["unpruned"])
+
+    def table(settings: list[str]) -> str:
+        lines = [line(row, found[row.slug]) for where in settings for row in plan if row.where == where]
+        return "\n".join([header, first, *lines])
+
+    return PAGE.format(
+        top1=found["unpruned"]["top1"], single=overview(plan, found, single), several=overview(plan, found, several),
+        single_rows=table(single), several_rows=table(several), places=places, stamp=stamp(),
+        trained="; ".join(f"{name} {value:.0f} s" for name, value in seconds.items()),
+    )  # fmt: skip
+
+
+PAGE = (
+    """# Measured results
+
+`{{model}}` with real weights on 1,300 labelled photos of the ImageNet-1k validation set; unpruned it is right on
+{top1:.1f} %. That is a subset: compare rows with each other, not with published accuracies. What learns was trained
+on 1,000 other photos, on two cores: {trained}. What is called fine-tuned was trained together with the model, all
+else on the frozen one.
 
 Written by `python benchmarks/results.py --data ../shared/data --out runs/results` on {stamp}.
 
-| method | kept | top-1 | agrees with the unpruned | GMACs | speed-up | images/s |
-|---|---|---:|---:|---:|---:|---:|
-{rows}
+## One location: top-1 over the share of patch tokens that stays after block 3
 
-TNT is recipe="relative", the default; "paper's recipe" is recipe="paper", which follows the authors' released code.
-Their training took 40 epochs of ImageNet on eight GPUs: what it gives after minutes on 1,000 photos says nothing about
-that. What the authors reported is in their paper, not here.
+{single}
+
+## Several locations: top-1 over MACs
+
+Rates are found by bisection so that the MACs come nearest to each share of the unpruned model's from below, at the
+blocks of each method's own paper: {places}.
+
+{several}
+
+## How to read this
+
+* ATS and A-ViT without `at` keep another number of tokens in each image; MACs are then the mean over the images, each
+  taken alone. ATS samples inside block 3, and the rate is that of its draws: fewer tokens stay.
+* A-ViT is made to halt a fixed number here, those nearest to halting, so that it can be compared at equal cost.
+* EViT, ToMe and Evo-ViT keep something of what they remove (a fused token, merged tokens, a representative).
+* One training of each method serves all its rows. The papers train for 30 to 100 epochs of ImageNet: what fine-tuning
+  on 1,000 photos gives says nothing about that. What the TNT paper's authors reported is in
+  `src/tntprune/paper/published.csv`.
+* Speed is the median ratio to the unpruned model on the same {{batches}} batches of {{batch}}, taken in turns;
+  images/s is the model alone, in fp32.
+
+## Every row: one location
+
+{single_rows}
+
+## Every row: several locations
+
+{several_rows}
 """.replace("{{model}}", MODEL)
+    .replace("{{batches}}", str(SPEED_BATCHES))
+    .replace("{{batch}}", str(BATCH))
+)
 
 
 if __name__ == "__main__":

@@ -70,5 +70,6 @@ def log_size(size: torch.Tensor, prefix: int, proportional: bool) -> torch.Tenso
     """
     size = F.pad(size.float(), (prefix, 0), value=1.0)  # (B, prefix + n)
     least = -1e4  # exp of it is 0 in every precision, and a row of nothing else is no NaN
-    bias = size.log().clamp(min=least) if proportional else torch.where(size > 0, 0.0, least)
-    return bias[:, None, None, :]
+    there = size > 0
+    bias = torch.where(there, size, 1.0).log() if proportional else 0.0  # no log of 0, whose gradient is no number
+    return torch.where(there, bias, least)[:, None, None, :]

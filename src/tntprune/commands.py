@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json as json_format
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from tntprune.config import METHODS
 from tntprune.errors import UsageError, UserError
 from tntprune.options import MethodOptions, apply, config_from
 
@@ -27,7 +29,17 @@ Json = Annotated[bool, tyro.conf.arg(help="one JSON object on standard output, e
 Reducer = Annotated[
     str | None, tyro.conf.arg(metavar="RUN", help="a folder made by train, or a Hub id", help_behavior_hint="")
 ]
-MethodName = Annotated[str | None, tyro.conf.arg(metavar="NAME", help="a method: tnt or random", help_behavior_hint="")]
+MethodName = Annotated[
+    str | None, tyro.conf.arg(metavar="NAME", help=f"a method: {', '.join(METHODS)}", help_behavior_hint="")
+]
+Then = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(
+        metavar="TEXT...",
+        help='further reductions at places of their own, such as "tome at=6,7,8 r=10"',
+        help_behavior_hint="",
+    ),
+]
 Seed = Annotated[int, tyro.conf.arg(metavar="INT", help="of everything random")]
 Workers = Annotated[
     int | None,
@@ -55,7 +67,6 @@ def demo(out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("demo"), seed
 def info(model: Model, json: Json = False) -> int:
     """Tokens, blocks, what can be applied to a model, and why not the rest. Needs no weights."""
     from tntprune.backbones.base import find_backbone
-    from tntprune.config import METHODS
     from tntprune.counting import macs as count
     from tntprune.methods.base import implementation
     from tntprune.models import shape_of
@@ -81,22 +92,23 @@ def info(model: Model, json: Json = False) -> int:
 
 
 def macs(
-    model: Model, method: MethodName = None, reduction: MethodOptions = MethodOptions(), json: Json = False
+    model: Model,
+    method: MethodName = None,
+    reduction: MethodOptions = MethodOptions(),
+    then: Then = (),
+    json: Json = False,
 ) -> int:
     """Multiply-accumulates of a model, block by block, in closed form. Needs no weights and runs nothing."""
     from dataclasses import asdict
 
     from tntprune.counting import macs as count
     from tntprune.models import shape_of
-    from tntprune.options import given
+    from tntprune.options import configs_from
     from tntprune.reduce import reduce_
 
     built = shape_of(model)
-    if method is not None:
-        reduce_(built, config_from(method, reduction))
-    elif given(reduction):
-        name = next(iter(given(reduction))).replace("_", "-")
-        raise UsageError(f"--{name} was given without --method; expected --method tnt, for example")
+    if configs := configs_from(method, reduction, then):
+        reduce_(built, *configs)
     found = count(built)
     _tell(json, asdict(found), str(found))
     return 0
@@ -167,6 +179,7 @@ def evaluate(
     reducer: Reducer = None,
     method: MethodName = None,
     reduction: MethodOptions = MethodOptions(),
+    then: Then = (),
     weights: Weights = None,
     device: Device = "cpu",
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
@@ -194,10 +207,12 @@ def evaluate(
     check_whole("workers", workers, 0)
     check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
-    built = apply(_load(model, weights, device), method, reducer, reduction)
+    loaded = _load(model, weights, device)
+    before = copy.deepcopy(loaded) if reducer is not None else None  # where the model was trained too, it changes
+    built = apply(loaded, method, reducer, reduction, then)
     found, bad = run(
-        built, labelled_photos(data, built), batch_size=batch_size,
-        workers=workers, on_bad_image=on_bad_image, compare=compare,
+        built, labelled_photos(data, built), batch_size=batch_size, workers=workers, on_bad_image=on_bad_image,
+        compare=compare, base=before,
     )  # fmt: skip
     for line in bad:
         print(f"skipped {line}", file=sys.stderr)
@@ -212,7 +227,8 @@ def evaluate(
     lines.append(f"agrees with the unpruned model on {found.agreement:.2f} %")
     if found.speedup is not None:
         lines.append(f"{found.speedup:.2f} times as fast")
-    lines.append(f"patch tokens entering each block: {' '.join(map(str, found.tokens))}")
+    mean = "" if all(isinstance(n, int) for n in found.tokens) else ", on average"
+    lines.append(f"patch tokens entering each block{mean}: {' '.join(map(str, found.tokens))}")
     _tell(json, found.to_dict(), "\n".join(lines))
     return 3 if found.skipped else 0
 
@@ -224,6 +240,7 @@ def show(
     reducer: Reducer = None,
     method: MethodName = None,
     reduction: MethodOptions = MethodOptions(),
+    then: Then = (),
     weights: Weights = None,
     device: Device = "cpu",
     each: Annotated[bool, tyro.conf.arg(help="every location on its own, as in the paper's figures")] = False,
@@ -249,7 +266,7 @@ def show(
         raise UsageError("no photo given; expected one or more")
     if reducer is None and method is None:
         raise UsageError("nothing to show: expected --reducer RUN, or --method random")
-    built = apply(_load(model, weights, device), method, reducer, reduction)
+    built = apply(_load(model, weights, device), method, reducer, reduction, then)
     if not isinstance(built, Reduced):
         raise UserError(f"{model} is not reduced")
     maps = photo_maps(built, photos, each)

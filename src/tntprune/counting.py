@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from tntprune.backbones.base import Costs, Reduced, find_backbone
+from tntprune.reduce import reduction_of
 from tntprune.schedule import Counts, counts
 
 
@@ -70,6 +72,33 @@ def macs(model: nn.Module) -> Macs:
     head = _head(costs, left.last, layout.prefix)
     total = sum(per_block) + sum(own.values()) + costs.embed + head
     return Macs(total, base, left.attention, left.mlp, per_block, own, costs.embed, head)
+
+
+def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:
+    """Multiply-accumulates of each image of a batch, where the number of tokens differs from image to image.
+
+    Padding, which a batch of images needs, is not counted: this is what an image costs on its own.
+
+    Args:
+        model: A reduced model.
+        counts: `Trace.counts` of the batch, and at its end the tokens that are left.
+
+    Raises:
+        UserError: the model is not supported.
+    """
+    backbone, method = find_backbone(model), reduction_of(model)
+    layout, costs = backbone.layout(model), backbone.costs(model)
+    steps = method.steps(layout.patches).values()
+    found = []
+    for image in torch.stack(counts, 1).tolist():  # patch tokens before each half of each block, then at the end
+        left = Counts(image[:-1:2], image[1:-1:2], image[-1])
+        total = sum(_blocks(costs, left, layout.prefix)) + costs.embed + _head(costs, left.last, layout.prefix)
+        for step in steps:
+            half = 2 * step.place.block - (2 if step.place.inside else 1)
+            entering = image[max(0, half)]
+            total += method.macs(step._replace(entering=entering, ranked=min(step.ranked, entering)))
+        found.append(total)
+    return found
 
 
 def _blocks(costs: Costs, left: Counts, prefix: int) -> list[int]:

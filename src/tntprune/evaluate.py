@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any, Literal
 
 import torch
@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from tntprune.backbones.base import Reduced
-from tntprune.counting import macs
+from tntprune.counting import macs, macs_by_image
 from tntprune.data import Photo, Photos, collate, input_mode, transform_for
 from tntprune.errors import UserError
 from tntprune.reduce import base_of, device_of
+from tntprune.trace import record
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Figures:
     Args:
         top1: Percent of images whose label is the first guess.
         top5: Percent of images whose label is among the first five.
-        macs: For one image.
+        macs: For one image; the mean over the images where it differs from one to the next.
         images_per_s: Of the forward pass alone, without reading images or moving them to the device; the median batch.
     """
 
@@ -45,7 +46,7 @@ class Evaluation(Figures):
         images: Images counted.
         skipped: Images that could not be read.
         agreement: Percent of images on which the first guess is that of the unpruned model.
-        tokens: Patch tokens that enter each block.
+        tokens: Patch tokens that enter each block; the mean over the images where that differs.
         base: The unpruned model's figures on the same batches, taken in turns, if asked for.
         speedup: How many times as fast as the unpruned model; the median over the batches, each compared with itself.
     """
@@ -53,7 +54,7 @@ class Evaluation(Figures):
     images: int
     skipped: int
     agreement: float
-    tokens: list[int]
+    tokens: list[int] | list[float]
     base: Figures | None = None
     speedup: float | None = None
 
@@ -69,6 +70,9 @@ class Tally:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.images, self.first, self.five = model, 0, 0, 0
+        self.variable = isinstance(model, Reduced) and model.reduction.config.variable
+        self.costs: list[int] = []  # of each image, where they differ
+        self.entering: list[list[int]] = []  # patch tokens that enter each block, image by image, where they differ
         self.pace: list[float] = []  # seconds an image, batch by batch
 
     def run(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -80,6 +84,11 @@ class Tally:
         logits = self.model(images)
         wait(images.device)
         self.pace.append((time.perf_counter() - begin) / len(images))
+        if self.variable:
+            with record(self.model) as trace:
+                self.model(images)
+            self.costs += macs_by_image(self.model, trace.counts)
+            self.entering += torch.stack(trace.counts[:-1:2], 1).tolist()
         guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
         hits = guesses == labels[:, None]
         self.images += len(images)
@@ -93,9 +102,15 @@ class Tally:
         return Figures(
             top1=100 * self.first / self.images,
             top5=100 * self.five / self.images,
-            macs=macs(self.model).macs,
+            macs=round(mean(self.costs)) if self.variable else macs(self.model).macs,
             images_per_s=1 / median(self.pace),
         )
+
+    def tokens(self) -> list[int] | list[float]:
+        """Patch tokens that enter each block."""
+        if not self.variable:
+            return macs(self.model).tokens
+        return [round(mean(block), 1) for block in zip(*self.entering, strict=True)]
 
 
 def wait(device: torch.device) -> None:
@@ -108,7 +123,11 @@ def wait(device: torch.device) -> None:
 
 @torch.inference_mode()
 def measure(
-    model: nn.Module, batches: Any, skipped: Callable[[], int] = lambda: 0, compare: bool = False
+    model: nn.Module,
+    batches: Any,
+    skipped: Callable[[], int] = lambda: 0,
+    compare: bool = False,
+    base: nn.Module | None = None,
 ) -> Evaluation:
     """Evaluate a model, reduced or not, in its present mode.
 
@@ -117,6 +136,7 @@ def measure(
         batches: Of (images, labels).
         skipped: Asked at the end how many images could not be read.
         compare: Also give the unpruned model's figures; the two take turns in going first.
+        base: The unpruned model, if it is not the same one without its reduction: before it was fine-tuned.
 
     Raises:
         UserError: there was no image at all.
@@ -124,7 +144,7 @@ def measure(
     device = device_of(model)
     reduced = isinstance(model, Reduced)
     own = Tally(model)
-    base = Tally(base_of(model)) if reduced else own
+    unpruned = Tally(base if base is not None else base_of(model)) if reduced else own
     same = 0
     for number, (images, labels) in enumerate(batches):
         images, labels = images.to(device), labels.to(device)
@@ -132,19 +152,18 @@ def measure(
             own.run(images, labels)
             same += len(images)
             continue
-        guesses = {tally: tally.run(images, labels) for tally in ((own, base) if number % 2 else (base, own))}
-        same += int((guesses[own] == guesses[base]).sum())
+        guesses = {tally: tally.run(images, labels) for tally in ((own, unpruned) if number % 2 else (unpruned, own))}
+        same += int((guesses[own] == guesses[unpruned]).sum())
     if own.images == 0:
         raise UserError(f"no image could be read, {skipped()} were skipped; expected at least one")
-    figures, unpruned = own.figures(), base.figures()
     return Evaluation(
-        **asdict(figures),
+        **asdict(own.figures()),
         images=own.images,
         skipped=skipped(),
         agreement=100 * same / own.images,
-        tokens=macs(model).tokens,
-        base=unpruned if compare else None,
-        speedup=median(b / a for a, b in zip(own.pace, base.pace)) if compare else None,
+        tokens=own.tokens(),
+        base=unpruned.figures() if compare else None,
+        speedup=median(b / a for a, b in zip(own.pace, unpruned.pace)) if compare else None,
     )
 
 
@@ -156,6 +175,7 @@ def evaluate(
     workers: int = 1,
     on_bad_image: Literal["error", "skip"] = "error",
     compare: bool = False,
+    base: nn.Module | None = None,
     progress: bool = True,
 ) -> tuple[Evaluation, list[str]]:
     """Evaluate a model on labelled photos.
@@ -167,6 +187,7 @@ def evaluate(
         workers: Processes that read.
         on_bad_image: "error" stops at the first image that cannot be read; "skip" leaves it out and counts it.
         compare: See `measure`.
+        base: See `measure`.
         progress: Show a bar.
 
     Returns:
@@ -191,4 +212,4 @@ def evaluate(
                     yield batch.images, batch.labels
                 bar.update(len(batch.labels) + len(batch.bad))
 
-    return measure(model, batches(), lambda: len(bad), compare), bad
+    return measure(model, batches(), lambda: len(bad), compare, base), bad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import field, make_dataclass
 from types import NoneType, UnionType
@@ -29,21 +30,20 @@ def _metavar(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return f"{get_args(hint)[0].__name__.upper()}..."
     parts = get_args(hint) if get_origin(hint) is Union else (hint,)
-    words = [
+    words = [  # of one option that several methods have, each word once
         "|".join(map(str, get_args(part))) if get_origin(part) is Literal else part.__name__.upper() for part in parts
     ]
-    return "|".join(words)
+    return "|".join(dict.fromkeys("|".join(words).split("|")))
 
 
 def _fields() -> list[tuple[str, Any, Any]]:
     found: dict[str, tuple[str, Any, Any]] = {}
     for config in METHODS.values():
-        hints = get_type_hints(config)
         for name, entry in options(config).items():
             if name in found:
                 continue
-            hint = _flag(hints[name])
             users = [m for m, c in METHODS.items() if name in options(c)]
+            hint = _flag(Union[tuple(get_type_hints(METHODS[m])[name] for m in users)])  # noqa: UP007 - made at run time
             only = "" if len(users) == len(METHODS) else f" [{', '.join(sorted(users))}]"
             about = tyro.conf.arg(help=entry.metadata["help"] + only, metavar=_metavar(hint), help_behavior_hint="")
             found[name] = (name, Annotated[hint | None, about], field(default=None))
@@ -82,8 +82,50 @@ def config_from(method: str, flags: MethodOptions) -> Config:
     return kind(**chosen)
 
 
-def apply(model: nn.Module, method: str | None, reducer: str | None, flags: MethodOptions) -> nn.Module:
-    """Put on a model what the flags say: a saved reduction, one that needs no training, or none.
+def config_from_text(text: str) -> Config:
+    """A config from one line: a method's name and its options, such as "tome at=6,7,8 r=10".
+
+    Raises:
+        UsageError: there is no such method or option, or a value is out of range.
+    """
+    name, *pairs = text.split() or [""]
+    kind = find_method(name)
+    chosen: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (equals and value):
+            raise UsageError(f"{pair!r} after {name}: expected option=value, or option=value,value")
+        values = [_parse(part) for part in value.split(",")]
+        chosen[key.replace("-", "_")] = tuple(values) if len(values) > 1 else values[0]
+    check_options(kind, chosen)
+    return kind(**chosen)
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text
+
+
+def configs_from(method: str | None, flags: MethodOptions, then: Sequence[str]) -> list[Config]:
+    """The configs of a method that needs no saved reduction, and of those that come after it; none without a method.
+
+    Raises:
+        UsageError: options or further reductions without a method, or a value is out of range.
+    """
+    if method is None:
+        if given(flags) or then:
+            name = next(iter(given(flags)), "then").replace("_", "-")
+            raise UsageError(f"--{name} was given without --method; expected --method tnt, for example")
+        return []
+    return [config_from(method, flags), *map(config_from_text, then)]
+
+
+def apply(
+    model: nn.Module, method: str | None, reducer: str | None, flags: MethodOptions, then: Sequence[str] = ()
+) -> nn.Module:
+    """Put on a model what the flags say: a saved reduction, those that need no training, or none.
 
     Raises:
         UsageError: options without a method, or a method that is not the saved one.
@@ -97,13 +139,12 @@ def apply(model: nn.Module, method: str | None, reducer: str | None, flags: Meth
         saved = read(reducer)[0].method
         if method not in (None, saved):
             raise UsageError(f"--method {method}, but {reducer} holds {saved}; expected --method {saved}, or none")
-        return load_(model, reducer, **given(flags))
-    if method is None:
-        if given(flags):
-            name = next(iter(given(flags))).replace("_", "-")
-            raise UsageError(f"--{name} was given without --method or --reducer; expected one of them")
-        return model
-    config = config_from(method, flags)
-    if implementation(type(config)).trains:
-        raise UserError(f"{method} has to be trained first; expected --reducer RUN, made by tntprune train")
-    return reduce_(model, config)
+        return load_(model, reducer, *map(config_from_text, then), **given(flags))
+    if method is None and (given(flags) or then):
+        name = next(iter(given(flags)), "then").replace("_", "-")
+        raise UsageError(f"--{name} was given without --method or --reducer; expected one of them")
+    configs = configs_from(method, flags, then)
+    for config in configs:
+        if implementation(type(config)).must_train:
+            raise UserError(f"{config.method} has to be trained first; expected --reducer RUN, made by tntprune train")
+    return reduce_(model, *configs) if configs else model

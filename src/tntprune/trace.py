@@ -24,7 +24,8 @@ class Trace:
             Where the number differs from image to image, and for tokens without a place in the grid, -1 comes first.
         carrier: For the same blocks, (B, N): for every patch of the original grid the index of the kept patch whose
             token carries it (its own where it was kept, another's where it was merged), or -1 where it was dropped.
-        counts: (B,) patch tokens of each image that entered each block, and then its MLP, block after block.
+        counts: (B,) patch tokens of each image that entered each block, and then its MLP, block after block; then those
+            that are left.
     """
 
     kept: dict[int, torch.Tensor] = field(default_factory=dict)

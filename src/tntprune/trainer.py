@@ -108,6 +108,7 @@ class Trainer:
 
     Raises:
         UserError: the model is not reduced, or there is nothing to learn.
+        UsageError: there is nothing to learn while the model is frozen.
     """
 
     def __init__(self, model: nn.Module, training: Training, total: int) -> None:
@@ -118,6 +119,11 @@ class Trainer:
             raise UserError(
                 f"{self.method.config.method} has nothing to train on a frozen model; expected a method that learns, "
                 "such as tnt, or a backbone_lr above 0 to train the model itself"
+            )
+        if not self.method.trains and training.freeze_epochs:
+            raise UsageError(
+                f"freeze_epochs={training.freeze_epochs}: {self.method.config.method} has nothing to learn meanwhile; "
+                "expected 0"
             )
         if getattr(model, "num_classes", None) == 0 or getattr(model, "global_pool", None) == "":
             raise UserError("the model gives no class logits to train against; expected one with classes and pooling")

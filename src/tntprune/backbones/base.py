@@ -149,6 +149,8 @@ class Reduced:
             if trace is not None and tokens.index is not before.index:
                 trace.add(number, tokens)
             before = tokens
+        if trace is not None:
+            trace.count(tokens)
         return tokens
 
     def run_block(self, tokens: Tokens, number: int, plan: Plan) -> Tokens:

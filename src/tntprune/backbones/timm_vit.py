@@ -81,7 +81,7 @@ class _ReducedTimm(Reduced):
             mask = log_size(size, 0, proportional=True).to(x.dtype)  # a token of size s counts like s equal tokens
             pooled: torch.Tensor = self.attn_pool(x, attn_mask=mask)
             return pooled
-        mean = (x * size[:, :, None]).sum(1) / size.sum(1, keepdim=True).clamp(min=1e-6)
+        mean = ((x * size[:, :, None]).sum(1) / size.sum(1, keepdim=True).clamp(min=1e-6)).to(x.dtype)
         if self.global_pool == "avg":
             return mean
         most = x.masked_fill((size <= 0)[:, :, None], -torch.inf).amax(1)

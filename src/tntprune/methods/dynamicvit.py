@@ -1,0 +1,124 @@
+"""DynamicViT: small predictors decide which tokens go, and learn it by masking them in attention.
+
+Source: Rao et al., "DynamicViT: Efficient Vision Transformers with Dynamic Token Sparsification", NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tntprune.attention import Heads
+from tntprune.config import DynamicViT
+from tntprune.methods.base import Layout, Method, Plan, implements, top
+from tntprune.schedule import Step
+from tntprune.tokens import Tokens, take
+
+EPS = 1e-6
+
+
+class Decisions(NamedTuple):
+    """What has been decided on the way through a training pass: for each location a mask (B, N), 1 where kept."""
+
+    masks: tuple[torch.Tensor, ...]
+
+
+class Predictor(nn.Module):
+    """From tokens to logits of keeping and dropping each (section 3.1 of the paper).
+
+    Args:
+        width: D, of the tokens.
+        generator: For the initial weights.
+    """
+
+    def __init__(self, width: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        widths = (width, width), (width // 2 * 2, width // 2), (width // 2, width // 4), (width // 4, 2)
+        self.layers = nn.ModuleList([nn.utils.skip_init(nn.Linear, a, b) for a, b in widths])
+        for layer in self.layers:
+            nn.init.trunc_normal_(layer.weight, std=0.02, generator=generator)  # type: ignore[arg-type]
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """(B, n, D) and (B, n), 1 for tokens that take part, or None for all, to (B, n, 2) in fp32; 0 is keep."""
+        x = F.gelu(self.layers[0](self.norm(x)))
+        local, other = x.chunk(2, dim=-1)  # (B, n, D / 2) each
+        if mask is None:
+            whole = other.mean(1, keepdim=True)
+        else:
+            share = mask[:, :, None].to(x.dtype)
+            whole = (other * share).sum(1, keepdim=True) / share.sum(1, keepdim=True).clamp(min=EPS)
+        x = torch.cat([local, whole.expand_as(local)], -1)  # (B, n, D)
+        for layer in self.layers[1:-1]:
+            x = F.gelu(layer(x))
+        logits: torch.Tensor = self.layers[-1](x)
+        return logits.float()
+
+
+@implements(DynamicViT)
+class DynamicSparsification(Method):
+    """In training all tokens stay and the dropped ones are masked; at test time they really go."""
+
+    trains = must_train = True
+    config: DynamicViT
+
+    def __init__(self, config: DynamicViT, layout: Layout) -> None:
+        super().__init__(config, layout)
+        generator = torch.Generator().manual_seed(0)
+        self.predictors = nn.ModuleDict({str(at): Predictor(layout.embed_dim, generator) for at in config.locations})
+        self.ce = config.ce_weight if config.objective in ("both", "ce") else 0.0
+        self.kl = config.kl_weight if config.objective in ("both", "kl") else 0.0
+        self.needs_teacher = config.token_weight > 0
+
+    def sees(self, block: int, plan: Plan) -> Literal["", "heads", "map"]:
+        masked = self.training and any(place.block < block for place in plan)
+        return "heads" if masked else ""
+
+    def attend(self, heads: Heads, tokens: Tokens) -> torch.Tensor:
+        """In training, attention that sees kept tokens, and each token itself (the paper's equation 10)."""
+        if not self.training or tokens.size is None:
+            return heads.output()
+        mask = F.pad(tokens.size, (tokens.prefix, 0), value=1.0)[:, None, None, :]  # (B, 1, 1, prefix + n)
+        own = torch.eye(mask.shape[-1], device=mask.device)
+        logits = heads.logits(heads.query).float()
+        weight = (logits - logits.amax(-1, keepdim=True)).exp() * (mask + (1 - mask) * own)
+        attention = (weight + EPS / mask.shape[-1]) / (weight.sum(-1, keepdim=True) + EPS)
+        return attention.to(heads.value.dtype) @ heads.value
+
+    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+        predictor = self.predictors[str(step.place.block)]
+        if self.training:
+            logits = predictor(tokens.patches, tokens.size)  # (B, N, 2)
+            kept = F.gumbel_softmax(logits, self.config.temperature, hard=True)[:, :, 0]
+            mask = kept if tokens.size is None else kept * tokens.size  # what is gone stays gone
+            before = tokens.state.masks if isinstance(tokens.state, Decisions) else ()
+            return replace(tokens, size=mask, state=Decisions((*before, mask)))
+        logits = predictor(tokens.patches, None)
+        return take(tokens, top(logits[:, :, 0] - logits[:, :, 1], step.leaving))
+
+    def penalty(self, tokens: Tokens, teacher: Tokens | None) -> torch.Tensor | None:
+        """The ratio loss and the distillation of tokens (the paper's equations 12 to 14)."""
+        if not isinstance(tokens.state, Decisions):
+            return None
+        masks, config = tokens.state.masks, self.config
+        numbers = [config.locations.index(place.block) for place in self.plan(tokens.count)]
+        wanted = [config.share(number, tokens.count) for number in numbers]
+        ratio = torch.stack([(mask.mean(1) - share).square().mean() for mask, share in zip(masks, wanted, strict=True)])
+        loss = config.ratio_weight * ratio.mean()
+        if config.token_weight:
+            assert teacher is not None
+            off = (tokens.patches.float() - teacher.patches.float()).square().mean(2)  # (B, N)
+            loss = loss + config.token_weight * (off * masks[-1]).sum() / masks[-1].sum().clamp(min=EPS)
+        return loss
+
+    def macs(self, step: Step) -> int:
+        if step.place.block not in self.config.locations:
+            return 0
+        layers = self.predictors[str(step.place.block)].layers
+        per_token = sum(layer.weight.numel() for layer in layers)  # type: ignore[union-attr]
+        return step.entering * (per_token + 5 * self.layout.embed_dim)

@@ -1,0 +1,200 @@
+"""Training the model together with its reduction, and what one step of each method changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from conftest import make, photos_for
+from tntprune import (
+    TNT,
+    AViT,
+    DynamicViT,
+    EViT,
+    Random,
+    ToMe,
+    TopK,
+    UsageError,
+    UserError,
+    load_,
+    reduce_,
+    restore_,
+    save,
+)  # fmt: skip
+from tntprune.batches import TensorSource
+from tntprune.checkpoint import FILE, WEIGHTS
+from tntprune.reduce import base_of, reduction_of
+from tntprune.runs import Stopped, train_run
+from tntprune.schedule import Place
+from tntprune.storage import read_weights
+from tntprune.train import calibrate_
+from tntprune.trainer import Trainer, Training, learning
+
+IMAGES, LABELS = photos_for(make("plain"), 12), torch.arange(12) % 7
+ONE = {"epochs": 1, "batch_size": 12, "warmup": 0.0, "progress": False, "amp": "none"}
+
+LEARNERS = {
+    "tnt": TNT(at=2, noise_blocks=(2, 4), noise_at="all"),
+    "tnt-mlp": TNT(at=2, noise_blocks=2, scorer="mlp", recipe="paper"),
+    "dynamicvit": DynamicViT(at=(2, 4)),
+    "avit": AViT(gate_center=6.0),
+}
+TUNED = {**LEARNERS, "evit": EViT(at=(2, 4)), "topk": TopK(at=2), "tome": ToMe(r=4), "random": Random(at=2)}
+
+
+def values(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def changed(before, model):
+    return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize("kind", ["plain", "distilled", "registers"])
+def test_one_step_on_a_frozen_model_changes_what_is_learned_and_nothing_else(kind, name):
+    model = reduce_(make(kind), LEARNERS[name])
+    before = values(model)
+    learned = {f"reduction.{n}" for n, _ in reduction_of(model).named_parameters()}
+    calibrate_(model, IMAGES, LABELS, **ONE)
+    now = changed(before, model)
+    assert now and now <= learned
+    # the bias of a linear layer under a softmax over tokens has no gradient, and a layer behind one that is still zero
+    still = {n for n in learned - now if not n.endswith("bias")}
+    assert not still, still
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_one_step_with_the_model_changes_the_model_too(name):
+    model = reduce_(make("plain"), TUNED[name])
+    before = values(model)
+    calibrate_(model, IMAGES, LABELS, backbone_lr=1e-3, **ONE)
+    now = changed(before, model)
+    base = {n for n in before if not n.startswith("reduction.")}
+    assert base - now <= {n for n in base if n.endswith("bias")}  # a key's bias has no gradient under the softmax
+    assert (now - base != set()) == any(True for _ in reduction_of(model).parameters())
+
+
+def test_the_model_stays_frozen_for_its_epochs():
+    def run(**options):
+        model = reduce_(make("plain"), DynamicViT(at=2))
+        before = values(model)
+        calibrate_(model, IMAGES, LABELS, batch_size=6, progress=False, amp="none", backbone_lr=1e-3, **options)
+        return {name for name in changed(before, model) if not name.startswith("reduction.")}
+
+    assert run(epochs=2, freeze_epochs=2) == set()
+    assert run(epochs=2, freeze_epochs=1)
+
+
+def test_the_model_learns_at_its_own_rate():
+    model = reduce_(make("plain"), DynamicViT(at=2))
+    with learning(model, tunes=True):
+        trainer = Trainer(model, Training(lr=0.01, backbone_lr=1e-4, weight_decay=0.1, warmup=0.0), 10)
+        trainer.step(0, IMAGES, LABELS)
+    rates = {group["lr"] for group in trainer.optimizer.param_groups}
+    assert sorted(rates) == pytest.approx([1e-4, 0.01])
+    names = {id(p): n for n, p in model.named_parameters()}
+    decayed = {names[id(p)] for g in trainer.optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    assert "blocks.0.attn.qkv.weight" in decayed and "reduction.predictors.2.layers.0.weight" in decayed
+    assert not {"cls_token", "pos_embed", "norm.weight", "blocks.0.attn.qkv.bias"} & decayed
+
+
+def test_the_teacher_stays_as_it_was():
+    model = reduce_(make("plain"), TNT(at=2))
+    before = base_of(model)(IMAGES).detach()
+    with learning(model, tunes=True):
+        trainer = Trainer(model, Training(backbone_lr=0.1, warmup=0.0), 10)
+        for number in range(3):
+            trainer.step(number, IMAGES, None)
+        assert torch.equal(trainer.base(IMAGES), before)
+        assert not torch.equal(base_of(model)(IMAGES), before)
+
+
+def test_a_method_without_parameters_can_be_trained_only_with_its_model():
+    model = reduce_(make("plain"), EViT(at=2))
+    with pytest.raises(UserError, match=r"evit has nothing to train on a frozen model; .* backbone_lr above 0"):
+        calibrate_(model, IMAGES, LABELS, **ONE)
+
+
+def test_a_method_without_parameters_cannot_wait_for_its_model():
+    model = reduce_(make("plain"), EViT(at=2))
+    with pytest.raises(UsageError, match="freeze_epochs=1: evit has nothing to learn meanwhile; expected 0"):
+        calibrate_(model, IMAGES, LABELS, backbone_lr=1e-3, freeze_epochs=1, **ONE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("backbone_lr", -1), ("backbone_lr", "x"), ("freeze_epochs", -1), ("freeze_epochs", 0.5)]
+)
+def test_options_out_of_range_are_refused(name, value):
+    with pytest.raises(UsageError, match=f"{name}={value}: expected"):
+        Training(**{name: value})
+
+
+def test_annealing_follows_the_training():
+    model = reduce_(make("plain"), EViT(at=2, keep=0.5, anneal=(0, 1)))
+    seen = []
+    reduction_of(model).register_forward_hook(
+        lambda module, args, out: seen.append(out.count) if args[1] == Place(6) else None
+    )
+    calibrate_(model, IMAGES, LABELS, epochs=4, batch_size=6, backbone_lr=1e-4, progress=False, amp="none")
+    assert seen == sorted(seen, reverse=True) and seen[0] == 64 and 33 < seen[-1] < 45
+    assert reduction_of(model).trained == 1.0
+
+
+@pytest.mark.parametrize("config", [DynamicViT(at=2), EViT(at=2)], ids=lambda config: config.method)
+def test_a_training_of_both_is_saved_resumed_and_loaded(tmp_path, config):
+    freeze = 1 if config.method == "dynamicvit" else 0
+    training = Training(epochs=3, batch_size=4, lr=0.01, backbone_lr=1e-3, freeze_epochs=freeze, amp="none")
+
+    def run(out, source, resume=False):
+        model = reduce_(make("plain"), config)
+        train_run(model, source, training, out, resume=resume, save_every=2, progress=False)
+        return model
+
+    class Stopping(TensorSource):
+        def batches(self, first, last):
+            for step, batch in enumerate(super().batches(first, last), first):
+                if step == 5:
+                    import signal
+
+                    signal.raise_signal(signal.SIGINT)
+                yield batch
+
+    source = TensorSource(IMAGES, LABELS, 4, 0)
+    straight = run(tmp_path / "straight", source)
+    with pytest.raises(Stopped):
+        run(tmp_path / "stopped", Stopping(IMAGES, LABELS, 4, 0))
+    resumed = run(tmp_path / "stopped", source, resume=True)
+    for name, value in straight.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert sorted(path.name for path in (tmp_path / "stopped").iterdir()) == ["log.jsonl", WEIGHTS, FILE]
+
+    images, fresh = photos_for(make("plain"), 4), make("plain")
+    with torch.inference_mode():
+        plain = fresh(images)
+        load_(fresh, tmp_path / "straight")
+        assert torch.equal(fresh(images), straight.eval()(images))
+        restore_(fresh)
+        assert not torch.equal(fresh(images), plain)  # what was fine-tuned stays
+    assert set(read_weights(tmp_path / "straight" / WEIGHTS)) == set(plain_names())
+
+
+def plain_names():
+    return make("plain").state_dict()
+
+
+def test_weights_that_do_not_fit_are_refused_and_nothing_is_changed(tmp_path):
+    model = reduce_(make("plain"), EViT(at=2))
+    save(model, tmp_path, weights=True)
+    other = reduce_(make("distilled"), EViT(at=2))
+    save(other, tmp_path / "other", weights=True)
+    (tmp_path / "other" / WEIGHTS).rename(tmp_path / WEIGHTS)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UserError, match=r"model\.safetensors: does not fit the model"):
+        load_(restore_(model), tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        load_(model, tmp_path)
