@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tntprune.config.base import Config, check, is_number, method, option
 from tntprune.schedule import Place, Step, Turn
@@ -20,8 +21,9 @@ class AViT(Config):
 
     Args:
         at: Block or blocks after which a fixed number is removed; None lets each token halt by itself.
-        gate_scale: Factor of the first channel in the gate.
-        gate_center: What is taken off it; 30 is the authors' for DeiT-T, 75 for DeiT-S. Larger halts later.
+        gate_scale: Factor of the first channel in the gate. Training goes on from here.
+        gate_center: What is taken off it; 30 is the authors' for DeiT-T, 75 for DeiT-S. Larger halts later. Training
+            goes on from here.
         epsilon: A token halts above 1 - epsilon.
         ponder_weight: Of the number of blocks that tokens take, in training.
         target_weight: Of the divergence of the halting profile from a Gaussian over depth, in training.
@@ -33,8 +35,8 @@ class AViT(Config):
     at: int | Sequence[int] | None = option(
         None, "block or blocks after which tokens are removed (each halts by itself)"
     )
-    gate_scale: float = option(10.0, "factor of the first channel in the gate")
-    gate_center: float = option(30.0, "what is taken off it; larger halts later")
+    gate_scale: float = option(10.0, "factor of the first channel in the gate", learned=True)
+    gate_center: float = option(30.0, "what is taken off it; larger halts later", learned=True)
     epsilon: float = option(0.01, "a token halts above 1 - epsilon")
     ponder_weight: float = option(5e-4, "weight of the number of blocks that tokens take")
     target_weight: float = option(1e-3, "weight of the divergence from the wanted halting profile")
@@ -49,10 +51,12 @@ class AViT(Config):
             check(is_number(value) and value >= 0, f"{name}={value}: expected 0 or more")
         check(is_number(self.epsilon) and 0 < self.epsilon < 1, f"epsilon={self.epsilon}: expected between 0 and 1")
         check(self.at is not None or not (self.keep or self.tokens), "keep or tokens without at: expected at as well")
+        no_score = "at=0: no block has been seen that tokens could halt after; expected 1 or larger"
+        check(0 not in self.locations, no_score)
 
     @property
     def alone(self) -> bool:
-        return self.at is None
+        return True  # what tokens have added up so far has to follow them through every block
 
     @property
     def variable(self) -> bool:
@@ -65,3 +69,6 @@ class AViT(Config):
         if self.at is None:  # as many as all can stay
             return Step(turn.place, count, count, count)
         return super().step(turn, count, patches)
+
+    def singles(self, depth: int) -> list[Any]:
+        return [self] if self.at is None else super().singles(depth)

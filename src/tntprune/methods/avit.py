@@ -1,0 +1,162 @@
+"""A-ViT: a token halts by itself, once what its first channel says in block after block adds up to 1.
+
+Source: Yin et al., "A-ViT: Adaptive Tokens for Efficient Vision Transformer", CVPR 2022, section 3 and its algorithm 1.
+Halted tokens are really taken out here, not only kept out of attention. With `at` a fixed number goes, which is ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tntprune.attention import Heads, log_size
+from tntprune.config import AViT, Config
+from tntprune.methods.base import WITHOUT_ATTENTION, Layout, Method, Plan, implements
+from tntprune.schedule import Place, Step
+from tntprune.tokens import NOWHERE, Tokens, take
+
+
+class Halting(NamedTuple):
+    """What travels with the tokens where each halts by itself. All in fp32.
+
+    Args:
+        total: (B, prefix + n), the sum of each token's halting scores; one above 1 - epsilon has halted.
+        output: (B, prefix + N, D), the weighted sum of each token's block outputs, or (B, prefix, D) if the head reads
+            the CLS token.
+        ponder: (B, prefix + N), blocks that each token has taken, and its remainder; only in training.
+        scores: The mean halting score of each block, one scalar a block; only in training.
+        masked: Whether there are tokens in the sequence that attention has to leave out.
+    """
+
+    total: torch.Tensor
+    output: torch.Tensor
+    ponder: torch.Tensor | None = None
+    scores: tuple[torch.Tensor, ...] = ()
+    masked: bool = True
+
+
+@implements(AViT)
+class AdaptiveTokens(Method):
+    """What is learned is the gate, two numbers. In training nothing is taken out, only kept out of attention.
+
+    Prefix tokens halt like all others, but stay where they are; from then on nobody attends to them.
+    """
+
+    config: AViT
+
+    def __init__(self, config: AViT, layout: Layout) -> None:
+        super().__init__(config, layout)
+        self.trains = config.at is None  # the choice of a fixed number has no gradient
+        self.scale = nn.Parameter(torch.tensor(float(config.gate_scale)))
+        self.center = nn.Parameter(torch.tensor(float(config.gate_center)))
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        """Halting scores, (B, n, D) to (B, n) in fp32."""
+        return (self.scale.float() * x[:, :, 0].float() - self.center.float()).sigmoid()
+
+    def goes_on(self, total: torch.Tensor) -> torch.Tensor:
+        """Whether a token with such a sum of halting scores has not halted."""
+        return total <= 1 - self.config.epsilon
+
+    def bias(self, tokens: Tokens) -> torch.Tensor | None:
+        state = tokens.state
+        if not isinstance(state, Halting) or not state.masked:
+            return None
+        return log_size(self.goes_on(state.total).float(), 0, proportional=False)
+
+    def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:
+        if self.config.at is None:
+            return super().forward(tokens, place, plan, heads)
+        if place.block == 0 or place.block > max(plan, default=Place(0)).block:
+            return tokens  # no token goes from here on
+        total = self.score(tokens.patches)  # (B, n)
+        total = total if tokens.state is None else total + tokens.state
+        if place not in plan:
+            return replace(tokens, state=total)
+        keep = total.argsort(dim=1, stable=True)[:, : plan[place].leaving]
+        return replace(take(tokens, keep), state=total.gather(1, keep))
+
+    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+        last = step.place.block == self.layout.depth
+        state = self.begin(tokens) if tokens.state is None else tokens.state
+        score = self.score(tokens.x)  # (B, prefix + n)
+        score = torch.ones_like(score) if last else score
+        goes_on, remainder = self.goes_on(state.total), 1 - state.total
+        total = torch.where(goes_on, state.total + score, state.total)
+        halts = goes_on & ~self.goes_on(total)
+        weight = torch.where(goes_on, torch.where(halts, remainder, score), 0.0)  # adds up to 1 for each token
+        state = state._replace(total=total, output=self.add(state.output, tokens, weight), masked=True)
+        if state.ponder is not None:
+            ponder = state.ponder + goes_on.float() + torch.where(halts, remainder, 0.0)
+            state = state._replace(ponder=ponder, scores=(*state.scores, torch.where(goes_on, score, 0.0).mean()))
+        if last:
+            return self.finish(tokens, state)
+        return replace(tokens, state=state) if self.training else self.shrink(tokens, state)
+
+    def begin(self, tokens: Tokens) -> Halting:
+        """The state before the first block."""
+        total = torch.zeros_like(tokens.x[:, :, 0], dtype=torch.float32)
+        read = tokens.x[:, : tokens.prefix] if self.layout.pool == "token" else tokens.x
+        return Halting(total, torch.zeros_like(read, dtype=torch.float32), total if self.training else None)
+
+    def add(self, output: torch.Tensor, tokens: Tokens, weight: torch.Tensor) -> torch.Tensor:
+        """`output` with what this block gives, weighted."""
+        if tokens.x.shape[1] >= output.shape[1]:  # only prefix tokens, or nothing has been taken out so far
+            read = output.shape[1]
+            return output + tokens.x[:, :read].float() * weight[:, :read, None]
+        prefix = torch.arange(tokens.prefix, device=weight.device).expand(weight.shape[0], -1)
+        column = torch.cat([prefix, tokens.index.clamp(min=0) + tokens.prefix], 1)  # padding adds 0 to some place
+        row = torch.arange(weight.shape[0], device=weight.device)[:, None]
+        return output.index_put((row, column), tokens.x.float() * weight[:, :, None], accumulate=True)
+
+    def shrink(self, tokens: Tokens, state: Halting) -> Tokens:
+        """Take out the patch tokens that have halted; images of which less are left than of others get padding."""
+        goes_on = self.goes_on(state.total)  # (B, prefix + n)
+        stays, source = goes_on[:, tokens.prefix :], tokens.source
+        if source is not None:
+            source = torch.where(stays.gather(1, source.clamp(min=0)), source, -1)
+        index = torch.where(stays, tokens.index, NOWHERE)
+        tokens = replace(tokens, index=index, size=stays.float(), source=source, state=state)
+        if torch.compiler.is_compiling():
+            return tokens  # a graph has one length for all images
+        most, least = torch.stack([stays.sum(1).max(), goes_on.sum(1).min()]).tolist()  # the one wait for the device
+        most = max(1, most)
+        state = state._replace(masked=least < tokens.prefix + most)
+        if most < tokens.count:
+            keep = stays.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # in the order they had
+            total = [state.total[:, : tokens.prefix], state.total[:, tokens.prefix :].gather(1, keep)]
+            tokens, state = take(tokens, keep), state._replace(total=torch.cat(total, 1))  # (B, prefix + most)
+        return replace(tokens, state=state)
+
+    def finish(self, tokens: Tokens, state: Halting) -> Tokens:
+        """Each token's weighted sum of its block outputs in place of the last block's output."""
+        output = state.output.to(tokens.x.dtype)
+        if self.layout.pool == "token":
+            return replace(tokens, x=torch.cat([output, tokens.patches], 1), state=state)
+        index = torch.arange(output.shape[1] - tokens.prefix, device=output.device).expand(output.shape[0], -1)
+        source = None if tokens.source is None else index
+        return replace(tokens, x=output, index=index, size=None, source=source, state=state)  # (B, prefix + N, D)
+
+    def penalty(self, tokens: Tokens, teacher: Tokens | None) -> torch.Tensor | None:
+        """The ponder loss, and the divergence of the mean halting scores from a Gaussian over depth."""
+        state = tokens.state
+        if not isinstance(state, Halting) or state.ponder is None:
+            return None
+        profile = torch.stack(state.scores).clamp(0.01, 0.99)  # (L,)
+        profile = profile / profile.sum()
+        depth = torch.arange(1, len(profile) + 1, device=profile.device)
+        wanted = (-((depth - self.config.target_depth) ** 2) / 2).log_softmax(0)
+        divergence = (profile * (profile.log() - wanted)).sum()
+        return self.config.ponder_weight * state.ponder.mean() + self.config.target_weight * divergence
+
+    @classmethod
+    def obstacle(cls, layout: Layout, config: Config | None = None) -> str | None:
+        if not layout.opens and (config is None or config.at is None):
+            return (
+                "it keeps halted tokens out of the attention, and the model's blocks give no access to it; "
+                f"avit with at, {WITHOUT_ATTENTION} would do"
+            )
+        return super().obstacle(layout, config)
