@@ -18,7 +18,8 @@ class EvoViT(Config):
     last block they are together. In between, the blocks see the informative tokens and one representative, which is the
     others' mean weighted by their global attention; whatever a block adds to it is added to each of the others.
 
-    `keep` and `tokens` count from all patches of the image; the representative comes on top.
+    `keep` and `tokens` count from all patches of the image; the representative comes on top, so that leaving out a
+    single patch saves nothing, and is not done.
 
     Args:
         at: Block or blocks after which the patches are divided anew.
@@ -44,6 +45,6 @@ class EvoViT(Config):
     def step(self, turn: Turn, count: int, patches: int) -> Step | None:
         """`leaving` holds the informative tokens and the representative; the last step puts all together again."""
         stay = patches if turn.number == turn.of - 1 else self.stay(turn, patches)
-        if stay == patches:
+        if stay >= patches - 1:  # a representative of one token would only take its place
             return Step(turn.place, count, patches, patches) if count < patches else None
         return Step(turn.place, count, stay, stay + 1)

@@ -1,0 +1,105 @@
+"""Evo-ViT: informative tokens go through the blocks, one representative goes for all the others.
+
+Source: Xu et al., "Evo-ViT: Slow-Fast Token Evolution for Dynamic Vision Transformer", AAAI 2022, sections on global
+class attention and slow-fast updating. The authors' code for DeiT has no representative; this is the paper's method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tntprune.attention import Heads
+from tntprune.config import EvoViT
+from tntprune.methods.base import Method, Plan, implements
+from tntprune.methods.topk import received
+from tntprune.schedule import Place, Step
+from tntprune.tokens import Tokens, append, pick, take
+
+
+class Division(NamedTuple):
+    """What travels with the tokens.
+
+    Args:
+        attention: (B, N) in fp32, the global CLS attention of each place in the grid.
+        places: (B, m), the places in the grid of the tokens that a representative stands for, if they are divided.
+        apart: (B, m, D), how far each of these is from the representative. What a block adds to the representative it
+            adds to them all (the fast update), which leaves this as it is.
+    """
+
+    attention: torch.Tensor
+    places: torch.Tensor | None = None
+    apart: torch.Tensor | None = None
+
+
+@implements(EvoViT)
+class SlowFast(Method):
+    """While tokens are divided, the representative is the last patch token. At the end all are there, in grid order."""
+
+    looks = "heads"
+    needs_cls = True
+    config: EvoViT
+
+    def sees(self, block: int, plan: Plan) -> Literal["", "heads", "map"]:
+        """Every block whose attention counts: from the first location to the last that ranks."""
+        return self.looks if block in self.seen(plan) else ""
+
+    def seen(self, plan: Plan) -> range:
+        """The blocks of which attention is read; before the first location each would only replace the one before."""
+        last = max((step.place.block for step in plan.values() if _divides(step)), default=0)
+        return range(self.config.locations[0], last + 1)
+
+    def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:
+        if heads is not None and not place.inside:
+            tokens = replace(tokens, state=self.attended(tokens, heads))
+        return super().forward(tokens, place, plan, heads)
+
+    def attended(self, tokens: Tokens, heads: Heads) -> Division:
+        """The state with this block's attention; the tokens that did not go through it keep theirs."""
+        new, state = received(heads, 1, tokens.prefix), tokens.state  # (B, n)
+        if state is None:
+            return Division(new)  # all patches are still there, in grid order
+        own = tokens.index if state.places is None else tokens.index[:, :-1]  # without the representative
+        old = state.attention.gather(1, own)
+        mixed = self.config.mix * old + (1 - self.config.mix) * new[:, : own.shape[1]]
+        return state._replace(attention=state.attention.scatter(1, own, mixed))  # type: ignore[no-any-return]
+
+    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+        state = tokens.state
+        tokens = together(tokens)
+        if not _divides(step):
+            return take(replace(tokens, state=state._replace(places=None, apart=None)), tokens.index.argsort(1))
+        attention = state.attention.gather(1, tokens.index)  # (B, N)
+        ranked = attention.argsort(dim=1, descending=True, stable=True)
+        kept, rest = ranked[:, : step.ranked], ranked[:, step.ranked :]
+        weight = F.normalize(attention.gather(1, rest), p=1.0, dim=1, eps=1e-30)  # (B, m)
+        others = pick(tokens.patches, rest)  # (B, m, D)
+        representative = weight.to(others.dtype)[:, None] @ others  # (B, 1, D)
+        state = Division(state.attention, tokens.index.gather(1, rest), others - representative)
+        return append(replace(take(tokens, kept), state=state), representative)  # (B, prefix + k + 1, D)
+
+    def macs(self, step: Step) -> int:
+        """The CLS rows of the blocks since the step before, and the weighted mean."""
+        earlier = [place.block for place in self._own if place.block < step.place.block]
+        blocks = [block for block in self.seen(self._own) if max(earlier, default=0) < block <= step.place.block]
+        rows = len(blocks) * (step.entering + self.layout.prefix) * self.layout.attn_dim
+        return rows + _divides(step) * (self.layout.patches - step.ranked) * self.layout.embed_dim
+
+
+def _divides(step: Step) -> bool:
+    """Whether tokens are divided in a step, or put together again."""
+    return step.leaving > step.ranked
+
+
+def together(tokens: Tokens) -> Tokens:
+    """All patch tokens in one sequence: those in the blocks, then those that the representative stood for."""
+    state = tokens.state
+    if state.places is None:
+        return tokens
+    others = state.apart + tokens.x[:, -1:]  # (B, m, D)
+    index = torch.cat([tokens.index[:, :-1], state.places], 1)  # (B, N)
+    source = None if tokens.source is None else index.argsort(1)  # nothing is lost any more
+    return replace(tokens, x=torch.cat([tokens.x[:, :-1], others], 1), index=index, source=source)
