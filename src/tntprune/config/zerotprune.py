@@ -25,8 +25,9 @@ class ZeroTPrune(Config):
             blocks, 5 in the middle, 1 in the last quarter, from the paper's 30 to 50, 5 to 10, and 1.
         start: Votes at first: "cls" gives the CLS token sqrt(n) times as many as any other (the paper's Zero-TPrune),
             "uniform" the same to all (its Zero-TPrune-uni), which is also what a model without CLS token gets.
-        variance: Heads take part whose scores, scaled to a mean of 1 over the tokens, have a variance within these
-            limits; None takes every head. The paper gives 0.01 and 0.7 without a scaling; this is ours.
+        variance: Heads take part whose scores, scaled to a mean of 1 over the patch tokens, have a variance within
+            these limits; every head where none does, or with None. The paper gives 0.01 and 0.7 without a scaling; this
+            one is ours.
         order: "isi" ranks by one vote, removes similar tokens, then ranks what is left by PageRank and prunes (the
             paper's I'-S-I); "is" prunes by PageRank first, as the TNT paper's figures show that it ran.
         feature: What similarity is the cosine of: the "key"s of all heads, or the tokens themselves, "x".
@@ -46,6 +47,7 @@ class ZeroTPrune(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check(self.locations[0] > 0, "at=0: no block has been seen whose attention could vote; expected 1 or larger")
         check(is_int(self.similar) and self.similar >= 0, f"similar={self.similar}: expected 0 or more tokens")
         check_flags(self, "beyond")
         check_words(self, "start", "order", "feature")

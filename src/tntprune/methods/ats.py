@@ -1,0 +1,83 @@
+"""Adaptive Token Sampling: tokens are drawn by their share of the CLS token's attention, so an easy image keeps fewer.
+
+Source: Fayyaz et al., "Adaptive Token Sampling for Efficient Vision Transformers", ECCV 2022, section 3: scoring and
+inverse transform sampling at fixed points.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tntprune.attention import Heads
+from tntprune.config import ATS
+from tntprune.methods.base import Method, implements
+from tntprune.schedule import Step
+from tntprune.tokens import NOWHERE, Tokens, take
+
+
+def significance(heads: Heads, prefix: int) -> torch.Tensor:
+    """The CLS token's attention over all heads, times the length of the value it weighs; (B, n) in fp32."""
+    attention = heads.rows(1).sum((1, 2))  # (B, prefix + n)
+    length = heads.value.float().square().sum((1, 3)).sqrt()  # (B, prefix + n), all heads as one vector
+    return (attention * length)[:, prefix:]
+
+
+def drawn(score: torch.Tensor, there: torch.Tensor, draws: int) -> torch.Tensor:
+    """Inverse transform sampling without chance: which tokens are drawn at least once.
+
+    The k-th draw is at (2k - 1) / (2 draws) and takes the token whose cumulative score is nearest, which is to say: it
+    goes past each midpoint of two neighbours that lies below it.
+
+    Args:
+        score: (B, n), none below 0.
+        there: (B, n), whether a token is one; padding is never drawn.
+        draws: How often is drawn.
+
+    Returns:
+        (B, n), whether a token is drawn.
+    """
+    score = score.masked_fill(~there, 0.0)
+    share = score / score.sum(1, keepdim=True).clamp(min=torch.finfo(score.dtype).tiny)
+    ascending = share.masked_fill(~there, -1.0).argsort(dim=1, stable=True)  # (B, n), padding first
+    cumulative = share.gather(1, ascending).cumsum(1)
+    middle = (cumulative[:, 1:] + cumulative[:, :-1]) / 2  # (B, n - 1)
+    middle = middle.masked_fill(~there.gather(1, ascending)[:, :-1], -1.0)  # every draw goes past padding
+    point = (2 * torch.arange(draws, device=score.device) + 1) / (2 * draws)  # (draws,)
+    point = point + 1e-6  # half-way goes up, however the sums are rounded: equal scores are all drawn
+    position = torch.searchsorted(middle.contiguous(), point.expand(score.shape[0], -1).contiguous())  # (B, draws)
+    return torch.zeros_like(there).scatter(1, ascending.gather(1, position), True)
+
+
+def pad(tokens: Tokens, there: torch.Tensor) -> Tokens:
+    """Turn the patch tokens that are not `there`, (B, n), into padding; the others keep the size they have."""
+    size, source = there.float(), tokens.source
+    if tokens.size is not None:
+        size = size * tokens.size
+    if source is not None:
+        source = torch.where((source >= 0) & there.gather(1, source.clamp(min=0)), source, -1)
+    return replace(tokens, index=torch.where(there, tokens.index, NOWHERE), size=size, source=source)
+
+
+@implements(ATS)
+class AdaptiveTokenSampling(Method):
+    """The sequence is as long as the image that keeps most; the others are padded, and the padding takes no part."""
+
+    looks = "heads"
+    needs_cls = True
+    config: ATS
+
+    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+        assert heads is not None
+        there = torch.ones_like(tokens.index, dtype=torch.bool) if tokens.size is None else tokens.size > 0
+        chosen = drawn(significance(heads, tokens.prefix).detach(), there, step.ranked)  # (B, n)
+        shortest, longest = 0, step.leaving
+        if not torch.compiler.is_compiling():  # one graph for all images has to have one length
+            shortest, longest = torch.stack(chosen.sum(1).aminmax()).tolist()
+        keep = chosen.float().argsort(dim=1, descending=True, stable=True)[:, :longest]  # in order, padding last
+        tokens = take(tokens, keep)  # (B, prefix + longest, D)
+        return tokens if shortest == longest else pad(tokens, chosen.gather(1, keep))
+
+    def macs(self, step: Step) -> int:
+        return 2 * (step.entering + self.layout.prefix) * self.layout.attn_dim  # the row and the lengths
