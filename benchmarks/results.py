@@ -53,15 +53,14 @@ KEEP = (0.8, 0.7, 0.6, 0.5, 0.35, 0.25)  # after block 3
 SHARES = (0.8, 0.7, 0.6, 0.5, 0.4)  # of the unpruned model's MACs, over several blocks
 BATCH, SPEED_BATCHES = 32, 6
 
-TUNE = ["--objective", "both", "--backbone-lr", "1e-5", "--lr", "1e-3", "--freeze-epochs", "1"]
 TRAININGS: dict[str, list[str]] = {  # options of `tntprune train`; chosen on a split of the calibration photos
     "tnt": ["--method", "tnt"],
     "tnt-paper": ["--method", "tnt", "--recipe", "paper"],
-    "dynamicvit": ["--method", "dynamicvit", "--lr", "1e-3"],
-    "dynamicvit-tuned": ["--method", "dynamicvit", *TUNE],
-    "evit-tuned": ["--method", "evit", "--backbone-lr", "1e-5"],
-    "avit": ["--method", "avit"],
-    "avit-tuned": ["--method", "avit", "--backbone-lr", "1e-5"],
+    "dynamicvit": ["--method", "dynamicvit", "--lr", "3e-3"],
+    "dynamicvit-tuned": ["--method", "dynamicvit", "--lr", "3e-3", "--backbone-lr", "3e-5", "--freeze-epochs", "1"],
+    "evit-tuned": ["--method", "evit", "--backbone-lr", "2e-5", "--epochs", "3"],
+    "avit": ["--method", "avit", "--gate-center", "10", "--epochs", "2"],
+    "avit-tuned": ["--method", "avit", "--gate-center", "10", "--backbone-lr", "2e-5", "--epochs", "3"],
 }
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from conftest import make
 from tntprune import __version__
 from tntprune.checkpoint import save
 from tntprune.cli import COMMANDS, main
-from tntprune.config import TNT
+from tntprune.config import METHODS, TNT, options
 from tntprune.digits import scans, scatter
 from tntprune.digits_vit import WEIGHTS
 from tntprune.reduce import reduce_
@@ -101,8 +102,13 @@ def test_help_lists_the_commands_and_exit_codes(call):
 
 def test_every_option_of_every_method_is_a_flag_that_names_its_methods(call):
     words = " ".join(call("eval", "--help")[1].replace("│", " ").split())
-    assert "--keep FLOAT..." in words and "share of the patch tokens kept at each location (0.5)" in words
-    assert "--similar INT" in words and "for being similar to a kept one [tnt]" in words
+    assert "--keep FLOAT..." in words and "share of the patch tokens kept at each location (0.5 for" in words
+    assert "--similar INT" in words and "for being similar to a kept one [tnt, zerotprune]" in words
+    assert "--objective ce|kl|both" in words  # the words of all methods that have the option
+    for name, config in METHODS.items():
+        for option in options(config):
+            flag = option.replace("_", "-")
+            assert f"--{flag} " in words, f"{name} has no --{flag}"
 
 
 def test_version(call):
@@ -160,13 +166,63 @@ def test_info_tells_the_shape_and_what_can_be_applied(call):
     assert "12 blocks of width 384" in out and "196 patch tokens (14 x 14) and 2 prefix tokens" in out
     data = json.loads(call("info", "digits_vit", "--json")[1])
     assert (data["blocks"], data["grid"], data["prefix_tokens"]) == (6, [8, 8], 1)
-    assert data["methods"].keys() >= {"tnt", "random"}
+    assert data["methods"] == dict.fromkeys(METHODS)  # none has an obstacle
+    code, out, _ = call("info", "vit16")
+    assert code == 0 and "topk       cannot: it ranks tokens by the CLS token's attention" in out
 
 
 def test_info_names_the_block_that_is_not_supported(call):
     code, out, err = call("info", "vit_small_patch16_18x2_224")
     assert (code, out) == (1, "") and is_one_line(err)
     assert "ParallelThingsBlock" in err
+
+
+# Every method
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("tnt", "dynamicvit")])
+def test_every_method_that_needs_no_training_is_evaluated_and_shown(call, digits, tmp_path, name):
+    method = ["--method", name, "--at", 2, "--keep", 0.5]
+    code, out, err = call("eval", "digits_vit", "--data", digits, *method, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["images"] == 40 and found["macs"] < 1.7e8, err
+    assert all(isinstance(n, float if name == "ats" else int) for n in found["tokens"])
+    photo = next(Path(digits).glob("*/*"))
+    assert call("show", "digits_vit", photo, *method, "--out", tmp_path / "a.png")[0] == 0
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_counted(call, name):
+    code, out, _ = call("macs", "deit_tiny_patch16_224", "--method", name, "--json")
+    found = json.loads(out)
+    saves = name not in ("ats", "avit")  # these say the most that is possible
+    assert code == 0 and (found["macs"] < found["base_macs"]) == saves
+
+
+def test_further_reductions_come_after_the_first(call, digits, tmp_path):
+    code, out, _ = call(
+        "macs", "digits_vit", "--method", "tnt", "--at", 1, "--then", "tome at=2,3 r=8", "topk at=5 keep=0.5", "--json"
+    )
+    found = json.loads(out)
+    assert code == 0 and found["tokens"] == [64, 32, 24, 16, 16, 8]
+    assert found["mlp_tokens"] == [64, 24, 16, 16, 8, 8]
+    train = ["train", "digits_vit", "--data", digits, "--out", tmp_path / "run", "--epochs", 1, *TRAIN]
+    assert call(*train)[0] == 0
+    reducer = ["--reducer", tmp_path / "run", "--keep", 0.75]
+    code, out, _ = call("eval", "digits_vit", "--data", digits, *reducer, "--then", "tome at=4 r=8", "--json")
+    assert code == 0 and json.loads(out)["tokens"] == [64, 64, 48, 48, 40, 40]
+
+
+def test_a_model_trained_with_its_reduction_is_compared_with_what_it_was(call, digits, tmp_path):
+    train = ["train", "digits_vit", "--data", digits, "--out", tmp_path / "run", "--epochs", 2, *TRAIN]
+    code, _, err = call(*train, "--method", "evit", "--at", 2, "--backbone-lr", 0.3)
+    assert code == 0, err
+    found = json.loads(call("eval", "digits_vit", "--data", digits, "--reducer", tmp_path / "run", "--json")[1])
+    plain = json.loads(call("eval", "digits_vit", "--data", digits, "--json")[1])
+    again = call("eval", "digits_vit", "--data", digits, "--reducer", tmp_path / "run", "--compare", "--json")[1]
+    assert json.loads(again)["base"]["top1"] == plain["top1"]
+    assert found["top1"] < plain["top1"] and found["agreement"] < 90  # such a rate has spoiled the model
 
 
 # From photos to a picture
@@ -307,8 +363,15 @@ def things(digits, trained, tmp_path_factory):
         ("macs nonsense", 2, "unknown model 'nonsense'"),
         ("macs vit_smal_patch16_224", 2, "vit_small_patch16_224"),
         ("macs vit_base_patch16_224.no_such_tag", 2, "no_such_tag"),
-        ("macs digits_vit --method magic", 2, "unknown method 'magic'; expected one of random, tnt"),
+        ("macs digits_vit --method magic", 2, "unknown method 'magic'; expected one of ats, avit, dynamicvit"),
         ("magic", 2, "magic"),
+        ("macs digits_vit --then tome", 2, "--then was given without --method"),
+        ("eval digits_vit --data DIGITS --then tome", 2, "--then was given without --method or --reducer"),
+        ("macs digits_vit --method random --then magic", 2, "unknown method 'magic'"),
+        ("macs digits_vit --method random --then 'tome r'", 2, "'r' after tome: expected option=value"),
+        ("macs digits_vit --method random --then 'tome s=3'", 2, "tome has no option 's'"),
+        ("macs digits_vit --method random --then 'random at=3'", 2, "both act after block 3"),
+        ("train digits_vit --data DIGITS --out NEW --method topk", 1, "topk has nothing to train on a frozen model"),
         ("macs", 2, "MODEL"),
         ("macs digits_vit vit16", 2, "vit16"),
         ("macs digits_vit --magic 3", 2, "--magic"),
@@ -390,7 +453,7 @@ def things(digits, trained, tmp_path_factory):
     ],
 )
 def test_a_mistake_is_told_in_one_line(call, things, line, code, word):
-    words = line.split()
+    words = shlex.split(line)
     for name, path in things.items():
         words = [str(path) + w.removeprefix(name) if w in (name, f"{name}/run", f"{name}/a.png") else w for w in words]
     found, out, err = call(*words)

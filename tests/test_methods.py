@@ -9,10 +9,11 @@ import torch
 
 import tntprune
 from conftest import BACKBONES, make, photos_for
+from tntprune import ATS, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, ZeroTPrune
 from tntprune.backbones.base import find_backbone
-from tntprune.config import METHODS, TNT, EViT, Random, TopK
+from tntprune.config import METHODS, TNT
 from tntprune.methods.base import implementation
-from tntprune.reduce import reduce_, reduction_of, restore_
+from tntprune.reduce import inherit, reduce_, reduction_of, restore_
 
 CONFIGS = {
     "random": Random(at=2, keep=0.5),
@@ -33,7 +34,18 @@ CONFIGS = {
     "topk-after": TopK(at=(2, 3), keep=0.7, inside=False, rows="mean"),
     "evit": EViT(at=(2, 4), keep=0.7),
     "evit-normalised": EViT(at=2, keep=0.5, normalise=True, inside=False),
+    "dynamicvit": DynamicViT(at=(2, 4), keep=0.6),
+    "tome": ToMe(r=5),
+    "tome-passes": ToMe(at=(2, 4), keep=0.4, inside=False, metric="x", proportional=False),
+    "zerotprune": ZeroTPrune(at=(1, 3), keep=0.8, similar=4),
+    "zerotprune-is": ZeroTPrune(at=2, keep=0.5, similar=5, beyond=False, stages="is", feature="x", variance=None),
+    "ats": ATS(at=(2, 4), keep=0.6),
+    "avit": AViT(gate_center=5.0),
+    "avit-fixed": AViT(at=2, keep=0.5),
+    "evovit": EvoViT(at=(2, 4), keep=0.5),
 }
+SOME = ("random", "tnt-similar", "tnt-several", "tnt-merge", "evit", "tome", "ats")
+EACH = ("tnt-merge", "topk", "evit", "dynamicvit", "tome", "tome-passes", "zerotprune", "ats", "avit", "evovit")
 LOOSE = (
     "ats",
     "avit",
@@ -87,7 +99,8 @@ def test_restore_gives_back_the_base_bit_for_bit(model, config):
 def test_keep_one_is_the_base_bit_for_bit(model, config):
     images = photos_for(model)
     before = run(model, images)
-    changes = {"similar": 0} if isinstance(config, TNT) else {}
+    changes = {"similar": 0} if hasattr(config, "similar") else {}
+    changes |= {"at": 2} if config == CONFIGS["avit"] else {}  # alone it halts as it likes
     reduce_(model, config.changed(keep=1.0, **changes))
     assert torch.equal(run(model, images), before)
 
@@ -120,7 +133,7 @@ def test_kept_patches_are_unique_in_range_counted_and_really_those(model, config
     for early, late in zip(blocks, blocks[1:]):
         for first, second in zip(trace.kept[early].tolist(), trace.kept[late].tolist()):
             assert set(second) - {-1} <= set(first)
-    counted = torch.stack(trace.counts).view(layout.depth, 2, len(images))
+    counted = torch.stack(trace.counts[:-1]).view(layout.depth, 2, len(images))
     found = tntprune.macs(model)
     assert counted[:, 0].tolist() == [[n] * len(images) for n in found.tokens]
     assert counted[:, 1].tolist() == [[n] * len(images) for n in found.mlp_tokens]
@@ -165,8 +178,8 @@ def test_a_copy_is_independent_and_equal(model, config):
     assert tntprune.macs(model).macs < tntprune.macs(twin).macs
 
 
-@pytest.mark.parametrize("name", ["random", "tnt", "tnt-mlp"])
-@pytest.mark.parametrize("kind", ["plain", "no_cls", "distilled"])
+@pytest.mark.parametrize("name", ["random", "tnt", "tnt-mlp", "topk", "dynamicvit", "avit-fixed"])
+@pytest.mark.parametrize("kind", ["plain", "registers", "distilled"])
 def test_kept_sets_are_nested(kind, name):
     model = make(kind)
     images = photos_for(model)
@@ -174,8 +187,8 @@ def test_kept_sets_are_nested(kind, name):
     learned = reduction_of(model).state_dict()
     smaller: list[set[int]] = [set()] * len(images)
     for keep in (0.1, 0.3, 0.5, 0.8, 0.95):
-        reduce_(model, CONFIGS[name].changed(keep=keep))
-        reduction_of(model).load_state_dict(learned)
+        reduce_(model, CONFIGS[name].changed(at=2, keep=keep))
+        inherit(reduction_of(model), learned)
         with tntprune.record(model) as trace:
             run(model, images)
         now = [set(row) for row in trace.kept[2].tolist()]
@@ -208,8 +221,12 @@ def test_half_precision(name):
     assert run(model.to(torch.bfloat16), images.bfloat16()).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["random", "tnt-similar", "tnt-several", "tnt-merge"])
-@pytest.mark.parametrize("kind", ["plain", "distilled", "no_cls", "map_pool"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("plain", name) for name in dict.fromkeys((*SOME, *EACH))]
+    + [("distilled", name) for name in SOME]
+    + [(kind, name) for kind in ("no_cls", "map_pool") for name in SOME if name not in ("evit", "ats")],
+)
 def test_export_gives_what_eager_gives(kind, name):
     model = stirred(make(kind), CONFIGS[name])
     images = photos_for(model)
@@ -218,7 +235,7 @@ def test_export_gives_what_eager_gives(kind, name):
         torch.testing.assert_close(program(images), run(model, images), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["random", "tnt-similar", "tnt-several", "tnt-merge"])
+@pytest.mark.parametrize("name", dict.fromkeys((*SOME, *EACH)))
 def test_export_with_any_batch_size(name):
     model = stirred(make("plain"), CONFIGS[name])
     batch = torch.export.Dim("batch", min=1, max=64)
@@ -230,7 +247,7 @@ def test_export_with_any_batch_size(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["random", "tnt-several", "tnt-merge"])
+@pytest.mark.parametrize("name", dict.fromkeys(("random", "tnt-several", *EACH)))
 def test_compiled_in_one_graph_gives_what_eager_gives(name):
     torch._dynamo.reset()
     model = stirred(make("plain"), CONFIGS[name])
@@ -240,7 +257,8 @@ def test_compiled_in_one_graph_gives_what_eager_gives(name):
     torch.testing.assert_close(run(compiled, images), expected, atol=1e-5, rtol=1e-4)
     with tntprune.record(compiled) as trace:
         run(compiled, images)
-    assert list(trace.kept) == [place.block for place in reduction_of(model).plan(64)]
+    if CONFIGS[name].method not in LOOSE:
+        assert list(trace.kept) == [place.block for place in reduction_of(model).plan(64)]
     torch.testing.assert_close(run(compiled, images), expected, atol=1e-5, rtol=1e-4)
 
 

@@ -136,7 +136,7 @@ COMMANDS = {
     "deit_small_distilled multi dynamicvit 0.7 at 3.0": "deit_small_patch16_224 --method dynamicvit --keep 0.7",
     "deit_base_distilled multi evit 0.7 at 11.5": "deit_base_patch16_224 --method evit --keep 0.7",
     "deit_small_distilled single zerotprune 0.5": "deit_small_distilled_patch16_224 --method zerotprune --at 3 "
-    "--keep 0.5 --similar 25 --beyond False --order is --iterations 50",
+    "--keep 0.5 --similar 25 --beyond False --stages is --iterations 50",
 }
 
 

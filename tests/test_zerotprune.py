@@ -62,7 +62,7 @@ def pruned_by_loops(graphs, feature, prefix, step, config, rounds, cls):
         return [among[i] for i in sorted(range(len(among)), key=lambda i: -score[i])[:count]]
 
     everyone = list(range(step.entering))
-    if config.order == "is":
+    if config.stages == "is":
         return less_similar(feature, best(everyone, rounds, step.ranked), step.ranked - step.leaving)
     left = less_similar(feature, best(everyone, 1, step.entering), step.ranked - step.leaving)
     return best(left, rounds, step.leaving)
@@ -109,8 +109,8 @@ CONFIGS = {
     "isi": ZeroTPrune(at=(1, 4), keep=0.7, similar=6, iterations=(3, 1)),
     "isi-x": ZeroTPrune(at=2, keep=0.6, similar=9, iterations=3, feature="x", variance=None),
     "isi-within": ZeroTPrune(at=2, keep=0.6, similar=9, beyond=False, iterations=3, variance=(0.05, 0.2)),
-    "is": ZeroTPrune(at=(1, 4), keep=(1.0, 0.7), similar=6, order="is", iterations=(3, 2)),
-    "is-uniform": ZeroTPrune(at=3, tokens=20, similar=7, order="is", beyond=False, start="uniform", iterations=1),
+    "is": ZeroTPrune(at=(1, 4), keep=(1.0, 0.7), similar=6, stages="is", iterations=(3, 2)),
+    "is-uniform": ZeroTPrune(at=3, tokens=20, similar=7, stages="is", beyond=False, start="uniform", iterations=1),
     "no-similar": ZeroTPrune(at=2, keep=0.5, similar=0, iterations=2),
 }
 
@@ -194,7 +194,7 @@ def test_only_the_less_important_half_loses_tokens_and_first_those_most_like_the
 )
 @settings(deadline=None, max_examples=150)
 def test_every_step_can_be_carried_out(count, keep, similar, beyond, order):
-    config = ZeroTPrune(at=2, keep=keep, similar=similar, beyond=beyond, order=order)
+    config = ZeroTPrune(at=2, keep=keep, similar=similar, beyond=beyond, stages=order)
     step = config.step(Turn(Place(2), 0, 1), count, count)
     if step is None:
         assert keep == 1 or max(1, int(count * keep + 1e-9)) == count
@@ -226,12 +226,12 @@ def test_rounds_by_depth():
 @pytest.mark.parametrize(
     ("options", "cost"),
     [
-        ({"order": "is", "similar": 0}, 6 * 4 * 65**2),
-        ({"order": "is", "similar": 5}, 6 * 4 * 65**2 + 16 * 16 * 32),  # 32 patches in two halves
-        ({"order": "is", "similar": 5, "beyond": False}, 6 * 4 * 65**2 + 18 * 19 * 32),  # 37
-        ({"order": "isi", "similar": 0}, 6 * 4 * 65**2),
-        ({"order": "isi", "similar": 5}, 4 * 65**2 + 32 * 32 * 32 + 6 * 4 * 60**2),
-        ({"order": "isi", "similar": 5, "keep": 1.0}, 4 * 65**2 + 32 * 32 * 32),  # nothing is left to vote about
+        ({"stages": "is", "similar": 0}, 6 * 4 * 65**2),
+        ({"stages": "is", "similar": 5}, 6 * 4 * 65**2 + 16 * 16 * 32),  # 32 patches in two halves
+        ({"stages": "is", "similar": 5, "beyond": False}, 6 * 4 * 65**2 + 18 * 19 * 32),  # 37
+        ({"stages": "isi", "similar": 0}, 6 * 4 * 65**2),
+        ({"stages": "isi", "similar": 5}, 4 * 65**2 + 32 * 32 * 32 + 6 * 4 * 60**2),
+        ({"stages": "isi", "similar": 5, "keep": 1.0}, 4 * 65**2 + 32 * 32 * 32),  # nothing is left to vote about
     ],
     ids=str,
 )
@@ -270,7 +270,7 @@ def test_training_mode_prunes_as_well_and_has_finite_gradients():
         ({"iterations": (1, 2)}, "iterations=1 2: 2 values for 5 location"),
         ({"variance": (0.7, 0.01)}, "expected two ascending limits"),
         ({"variance": 0.7}, "expected two ascending limits"),
-        ({"order": "si"}, "order='si': expected 'isi' or 'is'"),
+        ({"stages": "si"}, "stages='si': expected 'isi' or 'is'"),
         ({"start": "random"}, "start='random': expected 'cls' or 'uniform'"),
         ({"feature": "query"}, "feature='query': expected 'key' or 'x'"),
         ({"beyond": 1}, "beyond=1: expected True or False"),

@@ -86,7 +86,7 @@ def info(model: Model, json: Json = False) -> int:
         f"  {layout.patches} patch tokens ({layout.grid[0]} x {layout.grid[1]}) and {layout.prefix} prefix tokens, "
         f"{'the first a CLS token' if layout.cls else 'no CLS token'}",
     ]
-    lines += [f"  {name:8} {'can be applied' if why is None else 'cannot: ' + why}" for name, why in obstacles.items()]
+    lines += [f"  {name:10} {'can be applied' if why is None else 'cannot: ' + why}" for name, why in obstacles.items()]
     _tell(json, data, "\n".join(lines))
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from statistics import mean, median
+from statistics import fmean, median
 from typing import Any, Literal
 
 import torch
@@ -102,7 +102,7 @@ class Tally:
         return Figures(
             top1=100 * self.first / self.images,
             top5=100 * self.five / self.images,
-            macs=round(mean(self.costs)) if self.variable else macs(self.model).macs,
+            macs=round(fmean(self.costs)) if self.variable else macs(self.model).macs,
             images_per_s=1 / median(self.pace),
         )
 
@@ -110,7 +110,7 @@ class Tally:
         """Patch tokens that enter each block."""
         if not self.variable:
             return macs(self.model).tokens
-        return [round(mean(block), 1) for block in zip(*self.entering, strict=True)]
+        return [round(fmean(block), 1) for block in zip(*self.entering, strict=True)]
 
 
 def wait(device: torch.device) -> None:

@@ -61,7 +61,9 @@ class Config:
     rivals: ClassVar[tuple[str, ...]] = ("keep", "tokens")  # options of which one can be given
 
     at: int | Sequence[int] | None = option(3, "block or blocks at which tokens are removed (0: before the first)")
-    keep: float | Sequence[float] | None = option(None, "share of the patch tokens kept at each location (0.5 for most methods)")
+    keep: float | Sequence[float] | None = option(
+        None, "share of the patch tokens kept at each location (0.5 for most methods)"
+    )
     tokens: int | Sequence[int] | None = option(None, "patch tokens kept at each location, instead of a share")
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tntprune.config.base import Config, as_tuple, check, check_flags, check_words, is_int, method, option
 from tntprune.schedule import Step, Turn
@@ -55,7 +55,7 @@ class ToMe(Config):
         check_flags(self, "decreasing", "inside", "proportional")
         check_words(self, "metric")
         even = not self.decreasing or len(self.rs) == 1
-        check(even, "decreasing=True: expected one value of r, which it starts from")
+        check(even, "decreasing=True: expected one value of r, from twice which it falls")
 
     @property
     def rs(self) -> tuple[int, ...]:
@@ -73,11 +73,23 @@ class ToMe(Config):
         self.check_length("r" if self.rs else "keep" if self.tokens is None else "tokens", last)
         return tuple(range(1, last + 1))
 
+    def merged(self, number: int, of: int) -> int:
+        """Tokens merged away at one of so many locations, counted from 0, if enough arrive there.
+
+        Falling from 2r to 0, r is rounded so that the sum over all locations is the same as without falling.
+        """
+        r = self.rs[number] if len(self.rs) > 1 else self.rs[0]
+        return round(2 * r * (of - 1 - number) / (of - 1)) if self.decreasing and of > 1 else r
+
     def step(self, turn: Turn, count: int, patches: int) -> Step | None:
         if not self.rs:
             return super().step(turn, count, patches)
-        r = self.rs[turn.number] if len(self.rs) > 1 else self.rs[0]
-        if self.decreasing:
-            r = round(2 * r * (turn.of - 1 - turn.number) / max(1, turn.of - 1))
-        gone = min(r, count // 2)
+        gone = min(self.merged(turn.number, turn.of), count // 2)  # as published; set A never holds less
         return Step(turn.place, count, count - gone, count - gone) if gone else None
+
+    def singles(self, depth: int) -> list[Any]:
+        found = super().singles(depth)
+        if not self.decreasing:
+            return found
+        last = len(found)
+        return [single.changed(r=self.merged(number, last), decreasing=False) for number, single in enumerate(found)]

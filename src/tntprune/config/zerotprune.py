@@ -28,7 +28,7 @@ class ZeroTPrune(Config):
         variance: Heads take part whose scores, scaled to a mean of 1 over the patch tokens, have a variance within
             these limits; every head where none does, or with None. The paper gives 0.01 and 0.7 without a scaling; this
             one is ours.
-        order: "isi" ranks by one vote, removes similar tokens, then ranks what is left by PageRank and prunes (the
+        stages: "isi" ranks by one vote, removes similar tokens, then ranks what is left by PageRank and prunes (the
             paper's I'-S-I); "is" prunes by PageRank first, as the TNT paper's figures show that it ran.
         feature: What similarity is the cosine of: the "key"s of all heads, or the tokens themselves, "x".
     """
@@ -42,7 +42,7 @@ class ZeroTPrune(Config):
     iterations: int | Sequence[int] | None = option(None, "rounds of voting (50, 5 or 1, by depth)")
     start: Literal["cls", "uniform"] = option("cls", "who has more votes at first")
     variance: Sequence[float] | None = option((0.01, 0.7), "limits for the variance of a head's scores")
-    order: Literal["isi", "is"] = option("isi", "remove similar tokens before or after pruning")
+    stages: Literal["isi", "is"] = option("isi", "remove similar tokens before or after pruning")
     feature: Literal["key", "x"] = option("key", "what similarity compares")
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class ZeroTPrune(Config):
         check(self.locations[0] > 0, "at=0: no block has been seen whose attention could vote; expected 1 or larger")
         check(is_int(self.similar) and self.similar >= 0, f"similar={self.similar}: expected 0 or more tokens")
         check_flags(self, "beyond")
-        check_words(self, "start", "order", "feature")
+        check_words(self, "start", "stages", "feature")
         if self.iterations is not None:
             object.__setattr__(self, "iterations", as_tuple(self.iterations))
             self.check_length("iterations", len(self.locations))

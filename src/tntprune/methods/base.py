@@ -140,7 +140,7 @@ class Method(nn.Module):
         return None
 
 
-WITHOUT_CLS = "tnt, random, dynamicvit, tome or zerotprune"
+WITHOUT_CLS = "tnt, random, dynamicvit, tome, zerotprune or avit"
 WITHOUT_ATTENTION = "tnt, random or dynamicvit"
 
 M = TypeVar("M", bound=type[Method])

@@ -87,7 +87,7 @@ class ZeroTokenPruning(Method):
         feature = heads.key.transpose(1, 2).flatten(2)[:, tokens.prefix :] if self.config.feature == "key" else None
         feature = (tokens.patches if feature is None else feature).detach()  # (B, n, C)
         rounds, similar = self.config.rounds(step.place.block, self.layout.depth), step.ranked - step.leaving
-        if self.config.order == "is":
+        if self.config.stages == "is":
             keep = top(self.importance(attention, rounds), step.ranked)  # (B, ranked)
             return take(tokens, without_similar(feature, keep, similar) if similar else keep)
         left = torch.arange(tokens.count, device=attention.device).expand(tokens.x.shape[0], -1)  # (B, n)
@@ -108,7 +108,7 @@ class ZeroTokenPruning(Method):
         prefix, similar = self.layout.prefix, step.ranked - step.leaving
         width = self.layout.attn_dim if self.config.feature == "key" else self.layout.embed_dim
         rounds = self.config.rounds(step.place.block, self.layout.depth)
-        if self.config.order == "is":
+        if self.config.stages == "is":
             compared, votes = step.ranked, rounds * (step.entering + prefix) ** 2
         else:
             compared, left = step.entering, step.entering - similar

@@ -178,10 +178,10 @@ def _tome(case: _Case) -> Config:
 def _zerotprune(case: _Case) -> Config:
     if case.single:
         similar = 30 if case.vit else 25
-        return ZeroTPrune(at=case.layer, similar=similar, beyond=False, order="is", iterations=50, **case.amount)
+        return ZeroTPrune(at=case.layer, similar=similar, beyond=False, stages="is", iterations=50, **case.amount)
     second = case.rates[1]  # the first layer that prunes
     similar = 10 if second > 0.5 else 5 if second == 0.5 else 2
-    return ZeroTPrune(at=(1, 3, 6, 9, 11), similar=similar, order="is", iterations=(30, 5, 5, 1, 1), **case.amount)
+    return ZeroTPrune(at=(1, 3, 6, 9, 11), similar=similar, stages="is", iterations=(30, 5, 5, 1, 1), **case.amount)
 
 
 def _dynamicvit(case: _Case) -> Config:
