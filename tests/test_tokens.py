@@ -46,9 +46,17 @@ def test_merging_conserves_size_and_the_weighted_sum(n, prefix, seed, data):
         if now.count < 4:
             break
         orders = torch.stack([torch.randperm(now.count, generator=generator) for _ in range(2)])
-        source, rest = orders[:, :r], orders[:, r:]
-        target = rest.gather(1, torch.randint(rest.shape[1], (2, r), generator=generator))
-        now = take(merge(now, source, target), rest)
+        stay = data.draw(st.integers(0, now.count - r - 1))
+        into = torch.randperm(now.count, generator=generator)[: now.count - r - stay]
+        rest = torch.stack([order[~torch.isin(order, into)] for order in orders])
+        alone, source = rest.split([stay, r], 1)
+        before = now
+        now = merge(now, alone, into, source, torch.randint(len(into), (2, r), generator=generator))
+        for b in range(2):  # what nobody joined is bit for bit what it was
+            for new, old in enumerate([*alone[b].tolist(), *into.tolist()]):
+                assert now.index[b, new] == before.index[b, old]
+                if before.size is None and now.size[b, new] == 1:
+                    assert torch.equal(now.patches[b, new], before.patches[b, old])
         assert torch.equal(now.size.sum(1), torch.full((2,), float(n)))
         total = (now.patches * now.size[:, :, None]).sum(1)
         assert torch.allclose(total, tokens.patches.sum(1), atol=1e-4)

@@ -16,6 +16,22 @@ def halves(order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return order[: len(order) // 2], order[len(order) // 2 :]
 
 
+def nearest(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What in one group is most similar to each member of the other. In fp32, and no gradient goes through.
+
+    Args:
+        first: (B, a, d), those that look for a match.
+        second: (B, b, d), those among which they look.
+
+    Returns:
+        (B, a), the cosine, and (B, a), where in `second` the match is.
+    """
+    first, second = (F.normalize(x.detach().float(), dim=-1) for x in (first, second))
+    with torch.autocast(first.device.type, enabled=False):
+        closest, match = (first @ second.transpose(1, 2)).max(2)  # of (B, a, b)
+    return closest, match
+
+
 def remove_similar(tokens: Tokens, remove: int, order: torch.Tensor, fold: bool = False) -> Tokens:
     """Remove the tokens of one group that are most similar to a token of the other.
 
@@ -26,12 +42,9 @@ def remove_similar(tokens: Tokens, remove: int, order: torch.Tensor, fold: bool 
         fold: Merge each removed token into its match instead of dropping it.
     """
     first, second = halves(order)
-    x = F.normalize(tokens.patches.float(), dim=-1)
-    with torch.autocast(x.device.type, enabled=False):
-        likeness = x[:, first] @ x[:, second].transpose(1, 2)  # (B, |first|, |second|), cosines
-    closest, match = likeness.max(2)  # (B, |first|) each
+    closest, match = nearest(tokens.patches[:, first], tokens.patches[:, second])  # (B, |first|) each
     ranked = closest.argsort(dim=1, stable=True)  # the least similar come first
     stay, go = ranked[:, : len(first) - remove], ranked[:, len(first) - remove :]
     if fold:
-        tokens = merge(tokens, first[go], second[match.gather(1, go)])
+        return merge(tokens, first[stay], second, first[go], match.gather(1, go))
     return take(tokens, torch.cat([first[stay], second.expand(stay.shape[0], -1)], 1))
