@@ -106,8 +106,8 @@ def sharpened(kind, config):
 
 
 CONFIGS = {
-    "isi": ZeroTPrune(at=(1, 4), keep=0.7, similar=6, iterations=(3, 1)),
-    "isi-x": ZeroTPrune(at=2, keep=0.6, similar=9, iterations=3, feature="x", variance=None),
+    "isi": ZeroTPrune(at=(1, 4), keep=0.7, similar=6, iterations=(3, 1), variance=(0.01, 0.7)),
+    "isi-x": ZeroTPrune(at=2, keep=0.6, similar=9, iterations=3, feature="x"),
     "isi-within": ZeroTPrune(at=2, keep=0.6, similar=9, beyond=False, iterations=3, variance=(0.05, 0.2)),
     "is": ZeroTPrune(at=(1, 4), keep=(1.0, 0.7), similar=6, stages="is", iterations=(3, 2)),
     "is-uniform": ZeroTPrune(at=3, tokens=20, similar=7, stages="is", beyond=False, start="uniform", iterations=1),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tntprune.attention import Heads
 from tntprune.config import ZeroTPrune
 from tntprune.methods.base import Method, implements, top
+from tntprune.methods.similar import nearest
 from tntprune.schedule import Step
 from tntprune.tokens import Tokens, pick, take
 
@@ -67,10 +68,8 @@ def without_similar(feature: torch.Tensor, ranked: torch.Tensor, remove: int) ->
     """
     less = ranked.shape[1] // 2
     better, worse = ranked[:, :-less], ranked[:, -less:]
-    unit = F.normalize(feature.float(), dim=-1)
-    with torch.autocast(unit.device.type, enabled=False):
-        likeness = pick(unit, worse) @ pick(unit, better).transpose(1, 2)  # (B, |worse|, |better|), cosines
-    stay = likeness.amax(2).argsort(dim=1, stable=True)[:, : less - remove]  # the least similar come first
+    closest, _ = nearest(pick(feature, worse), pick(feature, better))  # (B, |worse|), cosines
+    stay = closest.argsort(dim=1, stable=True)[:, : less - remove]  # the least similar come first
     return torch.cat([better, worse.gather(1, stay)], 1)
 
 
@@ -84,8 +83,9 @@ class ZeroTokenPruning(Method):
     def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
         assert heads is not None
         attention = heads.map().detach().float()  # (B, heads, prefix + n, prefix + n)
-        feature = heads.key.transpose(1, 2).flatten(2)[:, tokens.prefix :] if self.config.feature == "key" else None
-        feature = (tokens.patches if feature is None else feature).detach()  # (B, n, C)
+        feature = tokens.patches  # (B, n, D)
+        if self.config.feature == "key":
+            feature = heads.key.transpose(1, 2).flatten(2)[:, tokens.prefix :]  # (B, n, C), of all heads
         rounds, similar = self.config.rounds(step.place.block, self.layout.depth), step.ranked - step.leaving
         if self.config.stages == "is":
             keep = top(self.importance(attention, rounds), step.ranked)  # (B, ranked)
