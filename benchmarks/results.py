@@ -203,11 +203,12 @@ class Bench:
     @torch.inference_mode()
     def accuracy(self, row: Row) -> dict[str, Any]:
         """Top-1, agreement and MACs."""
-        if not self.guesses:
-            self.guesses = [self.base(images).argmax(1) for images, _ in self.batches]
         tally, same = Tally(self.reduced(row)), 0
-        for (images, labels), guess in zip(self.batches, self.guesses, strict=True):
-            same += int((tally.run(images, labels) == guess).sum())
+        with torch.autocast("cpu", torch.bfloat16):
+            if not self.guesses:
+                self.guesses = [self.base(images).argmax(1) for images, _ in self.batches]
+            for (images, labels), guess in zip(self.batches, self.guesses, strict=True):
+                same += int((tally.run(images, labels) == guess).sum())
         found = tally.figures()
         left = tally.tokens()[-1]
         return {"top1": found.top1, "agreement": 100 * same / tally.images, "macs": found.macs, "tokens": left}
@@ -344,8 +345,9 @@ blocks of each method's own paper: {places}.
 * One training of each method serves all its rows. The papers train for 30 to 100 epochs of ImageNet: what fine-tuning
   on 1,000 photos gives says nothing about that. What the TNT paper's authors reported is in
   `src/tntprune/paper/published.csv`.
+* Accuracy is under bf16 autocast (the paper's authors evaluate under autocast as well), speed in fp32.
 * Speed is the median ratio to the unpruned model on the same {{batches}} batches of {{batch}}, taken in turns;
-  images/s is the model alone, in fp32.
+  images/s is the model alone.
 
 ## Every row: one location
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tntprune.config import METHODS, RECIPES, TNT, Random, choices, from_dict, options, to_dict
+from tntprune.config import METHODS, RECIPES, TNT, Random, choices, find_method, from_dict, options, to_dict
 from tntprune.errors import UsageError
 
 rates = st.floats(min_value=0.01, max_value=1.0)
@@ -124,3 +124,9 @@ def test_choices_come_from_the_types():
     assert choices(TNT, "scorer") == ("linear", "mlp")
     assert choices(TNT, "objective") == ("ce", "kl", None)
     assert choices(TNT, "similar") == ()
+
+
+@pytest.mark.parametrize("name", ["topk", "evit", "tome", "zerotprune", "avit", "evovit"])
+def test_what_ranks_by_what_a_block_shows_cannot_act_before_the_first(name):
+    with pytest.raises(UsageError, match="at=0: no block has been seen"):
+        find_method(name)(at=0)

@@ -43,6 +43,7 @@ class EViT(Config):
         super().__post_init__()
         check_flags(self, "inside", "fuse", "normalise")
         check_words(self, "rows")
+        check(self.locations[0] > 0, "at=0: no block has been seen whose attention could rank; expected 1 or larger")
         if self.anneal is not None:
             object.__setattr__(self, "anneal", as_tuple(self.anneal))
             good = len(self.anneal) == 2 and all(is_number(share) for share in self.anneal)

@@ -54,6 +54,8 @@ class ToMe(Config):
                 check(is_int(value) and value >= 0, f"r={value}: expected a whole number, 0 or larger")
         check_flags(self, "decreasing", "inside", "proportional")
         check_words(self, "metric")
+        unseen = 0 in self.locations and self.metric != "x"
+        check(not unseen, "at=0: no block has been seen whose keys could be compared; expected metric='x' or 1 and up")
         even = not self.decreasing or len(self.rs) == 1
         check(even, "decreasing=True: expected one value of r, from twice which it falls")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tntprune.config.base import Config, check_flags, check_words, method, option
+from tntprune.config.base import Config, check, check_flags, check_words, method, option
 
 
 @method("topk")
@@ -29,6 +29,7 @@ class TopK(Config):
         super().__post_init__()
         check_flags(self, "inside")
         check_words(self, "rows")
+        check(self.locations[0] > 0, "at=0: no block has been seen whose attention could rank; expected 1 or larger")
 
     @property
     def is_inside(self) -> bool:
