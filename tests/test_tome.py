@@ -254,6 +254,12 @@ def test_sizes_are_exact_and_the_precision_stays(kind, dtype):
         assert tokens.size is None or tokens.size.sum(1).tolist() == [patches] * 3
 
 
+def test_sizes_that_half_precision_cannot_hold():
+    tokens = start(torch.randn(1, 516, 6).bfloat16(), 1)
+    found = method_for(ToMe(at=1, tokens=1, metric="x"), 1, 515).reduce(tokens, Step(Place(1, True), 515, 1, 1), None)
+    assert found.x.dtype == torch.bfloat16 and found.size.tolist() == [[515.0]]
+
+
 def test_autocast_does_not_touch_the_stream():
     tokens = start(torch.randn(2, 9, 6), 1)
     step = Step(Place(1, True), 8, 5, 5)

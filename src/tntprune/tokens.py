@@ -127,8 +127,7 @@ def merge(tokens: Tokens, stay: torch.Tensor, into: torch.Tensor, source: torch.
     total = own + extra.sum(2)
     x = kept.x[:, tokens.prefix + alone :]  # (B, b, D), what `take` has just copied, so that it can be written to
     own, extra = (own / total).to(x.dtype), (extra / total[:, :, None]).to(x.dtype)  # weights that sum to 1
-    with torch.autocast(x.device.type, enabled=False):
-        x.mul_(own[:, :, None]).baddbmm_(extra, pick(tokens.x, source + tokens.prefix))
+    x.mul_(own[:, :, None]).baddbmm_(extra, pick(tokens.x, source + tokens.prefix))  # in place, autocast stands aside
     carrier = tokens.source
     if carrier is not None:
         new = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
