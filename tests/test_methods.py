@@ -224,6 +224,8 @@ def test_half_precision(name):
     with torch.autocast("cpu", torch.bfloat16):
         assert (run(model, images).float() - exact).abs().mean() < 0.1 * exact.abs().mean() + 0.05
     assert run(model.to(torch.bfloat16), images.bfloat16()).isfinite().all()
+    late = stirred(make("plain").to(torch.bfloat16), CONFIGS[name])  # what learns stays in fp32
+    assert run(late, images.bfloat16()).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,9 @@ class Predictor(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """(B, n, D) and (B, n), 1 for tokens that take part, or None for all, to (B, n, 2) in fp32; 0 is keep."""
-        x = F.gelu(self.layers[0](self.norm(x)))
+        norm = self.norm
+        x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
+        x = F.gelu(_linear(self.layers[0], x))
         local, other = x.chunk(2, dim=-1)  # (B, n, D / 2) each
         if mask is None:
             whole = other.mean(1, keepdim=True)
@@ -55,9 +57,13 @@ class Predictor(nn.Module):
             whole = (other * share).sum(1, keepdim=True) / share.sum(1, keepdim=True).clamp(min=EPS)
         x = torch.cat([local, whole.expand_as(local)], -1)  # (B, n, D)
         for layer in self.layers[1:-1]:
-            x = F.gelu(layer(x))
-        logits: torch.Tensor = self.layers[-1](x)
-        return logits.float()
+            x = F.gelu(_linear(layer, x))
+        return _linear(self.layers[-1], x).float()
+
+
+def _linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A layer in the precision of the tokens: what learns is in fp32, also on a model that is not."""
+    return F.linear(x, layer.get_parameter("weight").to(x.dtype), layer.get_parameter("bias").to(x.dtype))
 
 
 @implements(DynamicViT)
