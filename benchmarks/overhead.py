@@ -5,7 +5,7 @@ python benchmarks/overhead.py
 DeiT-S (distilled) with random weights, half of the patch tokens kept at block 3. "Own" is the time spent in the method
 (scoring, selecting, gathering or merging) with the attention map where one has to be built, over the time of the whole
 forward pass. "Against slicing" is how much longer the pass takes than one that cuts the same numbers of tokens off at
-the same places, in turns.
+the same places, in turns; of ATS as many as can stay at most, so that it comes off better there than it is.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 
-from conftest import make, photos_for
+from conftest import SMALL, make, photos_for
 from reference import layer_norm
 from tntprune import DynamicViT, UsageError, UserError, load_, macs, record, reduce_, save
 from tntprune.attention import Heads
@@ -192,6 +193,20 @@ def test_when_every_token_is_dropped_nothing_is_a_nan():
     model.eval()
     calibrate_(model, images, LABELS, epochs=1, batch_size=3, progress=False)
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_predictor_whose_share_is_all_learns_too():
+    model = reduce_(make("plain"), DynamicViT(at=(2, 4), keep=(1.0, 0.5)))
+    before = {name: value.clone() for name, value in reduction_of(model).state_dict().items()}
+    calibrate_(model, photos_for(model, 6), LABELS, epochs=2, batch_size=3, progress=False)
+    now = reduction_of(model).state_dict()
+    assert all(not torch.equal(now[n], before[n]) for n in now if n.endswith("weight"))
+
+
+def test_blocks_that_cannot_be_masked_are_refused():
+    model = VisionTransformer(**SMALL, block_fn=ParallelScalingBlock)
+    with pytest.raises(UserError, match="dynamicvit cannot be applied here: it learns by masking the attention"):
+        reduce_(model, DynamicViT(at=2))
 
 
 def test_objectives_and_what_they_need():

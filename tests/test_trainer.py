@@ -29,7 +29,7 @@ from tntprune.reduce import base_of, reduction_of
 from tntprune.runs import Stopped, train_run
 from tntprune.schedule import Place
 from tntprune.storage import read_weights
-from tntprune.train import calibrate_
+from tntprune.train import calibrate_, fit
 from tntprune.trainer import Trainer, Training, learning
 
 IMAGES, LABELS = photos_for(make("plain"), 12), torch.arange(12) % 7
@@ -78,14 +78,19 @@ def test_one_step_with_the_model_changes_the_model_too(name):
 
 
 def test_the_model_stays_frozen_for_its_epochs():
-    def run(**options):
-        model = reduce_(make("plain"), DynamicViT(at=2))
-        before = values(model)
-        calibrate_(model, IMAGES, LABELS, batch_size=6, progress=False, amp="none", backbone_lr=1e-3, **options)
-        return {name for name in changed(before, model) if not name.startswith("reduction.")}
+    seen = []
 
-    assert run(epochs=2, freeze_epochs=2) == set()
-    assert run(epochs=2, freeze_epochs=1)
+    def after(step, loss, trainer):
+        frozen = values(trainer.model)
+        seen.append({n for n in frozen if not n.startswith("reduction.") and not torch.equal(frozen[n], first[n])})
+
+    model = reduce_(make("plain"), DynamicViT(at=2))
+    first = values(model)
+    training = Training(epochs=3, batch_size=6, backbone_lr=1e-3, freeze_epochs=2, amp="none")
+    fit(model, TensorSource(IMAGES, LABELS, 6, 0), training, after=after, progress=False)
+    assert [bool(names) for names in seen] == [False] * 4 + [True] * 2
+    with pytest.raises(UsageError, match="freeze_epochs=2: expected fewer than the 2 epochs"):
+        Training(epochs=2, backbone_lr=1e-3, freeze_epochs=2)
 
 
 def test_the_model_learns_at_its_own_rate():
@@ -121,7 +126,7 @@ def test_a_method_without_parameters_can_be_trained_only_with_its_model():
 def test_a_method_without_parameters_cannot_wait_for_its_model():
     model = reduce_(make("plain"), EViT(at=2))
     with pytest.raises(UsageError, match="freeze_epochs=1: evit has nothing to learn meanwhile; expected 0"):
-        calibrate_(model, IMAGES, LABELS, backbone_lr=1e-3, freeze_epochs=1, **ONE)
+        calibrate_(model, IMAGES, LABELS, backbone_lr=1e-3, freeze_epochs=1, **{**ONE, "epochs": 2})
 
 
 @pytest.mark.parametrize(

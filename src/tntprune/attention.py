@@ -44,8 +44,8 @@ class Heads:
         return logits if self.bias is None else logits + self.bias
 
     def map(self) -> torch.Tensor:
-        """The whole attention map, (B, heads, n, n)."""
-        return self.logits(self.query).softmax(-1) if self.attention is None else self.attention
+        """The whole attention map, (B, heads, n, n), in fp32."""
+        return self.logits(self.query).float().softmax(-1) if self.attention is None else self.attention
 
     def output(self) -> torch.Tensor:
         """Attention-weighted values, (B, heads, n, head_dim)."""
@@ -54,7 +54,8 @@ class Heads:
             return F.scaled_dot_product_attention(
                 self.query, self.key, self.value, attn_mask=bias, dropout_p=self.dropout, scale=self.scale
             )
-        return F.dropout(self.map(), self.dropout, self.dropout > 0) @ self.value
+        attention = F.dropout(self.map(), self.dropout, self.dropout > 0)
+        return attention.to(self.value.dtype) @ self.value
 
 
 def log_size(size: torch.Tensor, prefix: int, proportional: bool) -> torch.Tensor:

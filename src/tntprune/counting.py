@@ -96,7 +96,7 @@ def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:
         for step in steps:
             half = 2 * step.place.block - (2 if step.place.inside else 1)
             entering = image[max(0, half)]
-            total += method.macs(step._replace(entering=entering, ranked=min(step.ranked, entering)))
+            total += method.macs(step._replace(entering=entering))
         found.append(total)
     return found
 

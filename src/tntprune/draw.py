@@ -80,12 +80,15 @@ def _carriers(model: nn.Module, images: torch.Tensor, each: bool) -> list[dict[i
         with record(model) as trace:
             model(images.to(device_of(model)))
         return [trace.carrier]
-    found = []
+    depth, found = method.layout.depth, []
     try:
-        for config in method.config.singles(method.layout.depth):
-            reduce_(model, config)
-            inherit(reduction_of(model), method.state_dict())
-            found += _carriers(model, images, each=False)
+        for part in getattr(method, "parts", [method]):
+            for config in part.config.singles(depth):
+                reduce_(model, config)
+                inherit(reduction_of(model), part.state_dict())
+                (carriers,) = _carriers(model, images, each=False)
+                own = config.blocks(depth) or carriers  # without Evo-ViT's last one, where all are together again
+                found.append({block: places for block, places in carriers.items() if block in own})
     finally:
         model.reduction = method  # the same module as before, not one like it
     return found

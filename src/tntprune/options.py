@@ -102,10 +102,12 @@ def config_from_text(text: str) -> Config:
 
 
 def _parse(text: str) -> Any:
-    try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
-    except ValueError:
-        return text
+    for read in (json.loads, float):
+        try:
+            return read(text.lower() if text in ("True", "False", "None") else text)
+        except ValueError:
+            continue
+    return text
 
 
 def configs_from(method: str | None, flags: MethodOptions, then: Sequence[str]) -> list[Config]:

@@ -94,9 +94,8 @@ def schedule(configs: Sequence[Config], patches: int, depth: int) -> tuple[Step,
         turns += [(part, Turn(place, number, len(places))) for number, place in enumerate(places)]
     turns.sort(key=lambda turn: (turn[1].place.block, not turn[1].place.inside))
     for (part, turn), (another, other) in pairwise(turns):
-        if turn.place == other.place:
-            names = f"{configs[part].method} and {configs[another].method}"
-            raise UsageError(f"{names} both act {turn.place}; expected places of their own (at=...)")
+        if part != another:
+            _check_neighbours(configs[part], turn.place, configs[another], other.place)
     steps: list[Step] = []
     count = patches
     for part, turn in turns:
@@ -108,14 +107,25 @@ def schedule(configs: Sequence[Config], patches: int, depth: int) -> tuple[Step,
 
 
 def _check_combination(configs: Sequence[Config]) -> None:
-    for number, config in enumerate(configs):
+    for config in configs:
         if config.alone:
             raise UsageError(f"{config.method} needs the whole model to itself; expected it without another reduction")
-        if config.variable and number < len(configs) - 1:
-            raise UsageError(
-                f"{config.method} leaves another number of tokens in each image, which {configs[number + 1].method} "
-                f"cannot go on from; expected {config.method} as the last one"
-            )
+
+
+def _check_neighbours(first: Config, place: Place, then: Config, other: Place) -> None:
+    """Refuse two places in a row, of two reductions, that do not go together."""
+    if place == other:
+        raise UsageError(f"{first.method} and {then.method} both act {place}; expected places of their own (at=...)")
+    if place.block == other.block and then.reads:
+        raise UsageError(
+            f"{then.method} {other} reads the attention of tokens that {first.method} has changed {place}; "
+            "expected blocks of their own (at=...)"
+        )
+    if first.variable:
+        raise UsageError(
+            f"{first.method} leaves another number of tokens in each image, which {then.method} {other} cannot go on "
+            f"from; expected {first.method} behind it"
+        )
 
 
 class Counts(NamedTuple):

@@ -31,15 +31,19 @@ class Trace:
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     carrier: dict[int, torch.Tensor] = field(default_factory=dict)
     counts: list[torch.Tensor] = field(default_factory=list)
+    ended: bool = False
 
     def begin(self) -> None:
         """Forget the last forward pass."""
         self.kept.clear()
         self.carrier.clear()
         self.counts.clear()
+        self.ended = False
 
     def count(self, tokens: Tokens) -> None:
-        """Note how many tokens go into half a block."""
+        """Note how many tokens go into half a block; not when a block is run again in a backward pass."""
+        if self.ended:
+            return
         size = tokens.size
         whole = torch.full(tokens.index.shape[:1], tokens.count, device=tokens.index.device)
         self.counts.append(whole if size is None else (size > 0).sum(1))

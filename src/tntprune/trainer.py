@@ -69,6 +69,8 @@ class Training:
         check_whole("batch_size", self.batch_size, 1)
         check_whole("seed", self.seed, 0, MAX_SEED)
         check_whole("freeze_epochs", self.freeze_epochs, 0)
+        if self.freeze_epochs >= self.epochs:
+            raise UsageError(f"freeze_epochs={self.freeze_epochs}: expected fewer than the {self.epochs} epochs")
         for name in ("lr", "backbone_lr", "weight_decay", "warmup"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value):
@@ -170,6 +172,8 @@ class Trainer:
         images = images.to(self.device, non_blocking=True)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             loss = self.loss(images, labels)
+        if not loss.requires_grad:
+            raise UserError("nothing learns: at these locations every token stays; expected a smaller keep")
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

@@ -151,6 +151,7 @@ class Reduced:
             before = tokens
         if trace is not None:
             trace.count(tokens)
+            trace.ended = True
         return tokens
 
     def run_block(self, tokens: Tokens, number: int, plan: Plan) -> Tokens:

@@ -30,6 +30,10 @@ class ATS(Config):
     tokens: int | Sequence[int] | None = option(None, "draws at each location")
 
     @property
+    def reads(self) -> bool:
+        return True
+
+    @property
     def variable(self) -> bool:
         return True
 

@@ -138,6 +138,11 @@ class Config:
         return False
 
     @property
+    def reads(self) -> bool:
+        """Whether it reads the attention of the blocks at which it acts."""
+        return False
+
+    @property
     def is_inside(self) -> bool:
         """Whether tokens go between attention and MLP, instead of after the block."""
         return False
@@ -275,7 +280,10 @@ def from_dict(data: dict[str, Any]) -> Config:
     version, name = data.pop("version", None), data.pop("method", None)
     known = is_int(version) and 0 < version <= VERSION
     check(known, f"config of version {version}; this tntprune reads up to {VERSION}: upgrade it")
-    if isinstance(parts := data.get("parts"), list):
+    if name == "combination":
+        parts = data.get("parts")
+        single = isinstance(parts, list) and all(isinstance(part, dict) and "parts" not in part for part in parts)
+        check(single, "a combination without its parts; expected what tntprune.save writes")
         from tntprune.config.combination import Combination
 
         return Combination(parts=tuple(from_dict(part) for part in parts))

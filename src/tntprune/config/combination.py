@@ -29,6 +29,8 @@ class Combination(Config):
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
         check(len(self.parts) > 1, f"{len(self.parts)} reductions to combine; expected two or more")
+        annealed = [part.method for part in self.parts if getattr(part, "anneal", None) is not None]
+        check(not annealed, "anneal: evit is trained alone and then combined; expected anneal=None here")
 
     @property
     def variable(self) -> bool:

@@ -17,8 +17,8 @@ class DynamicViT(Config):
     """DynamicViT (Rao et al., NeurIPS 2021): a predictor at each location decides what goes.
 
     `keep` counts from all patches of the image, not from those that arrive: one value rho is rho, rho^2, rho^3, ... of
-    them, and several values are those shares themselves. A predictor runs at every location, also where its share
-    leaves nothing to drop, as in the authors' code.
+    them, and several values are those shares themselves. A predictor runs at every location whose share is below 1,
+    also where no more is dropped than before, as in the authors' code; in training at every location.
 
     Args:
         objective: "both", cross-entropy to the labels and divergence from the unpruned model, as published; "ce" or

@@ -51,6 +51,10 @@ class EViT(Config):
             check(good, f"anneal={self.anneal}: expected two ascending shares of the training, such as 0 0.5")
 
     @property
+    def reads(self) -> bool:
+        return True
+
+    @property
     def given(self) -> tuple[float, ...] | tuple[int, ...]:
         return self.tokens if self.tokens is not None else self.keep or (0.7,)  # type: ignore[return-value]
 

@@ -36,6 +36,10 @@ class EvoViT(Config):
         check(self.locations[0] > 0, "at=0: no block has been seen that could rank the tokens; expected 1 or larger")
 
     @property
+    def reads(self) -> bool:
+        return True
+
+    @property
     def alone(self) -> bool:
         return True
 

@@ -60,6 +60,10 @@ class ToMe(Config):
         check(even, "decreasing=True: expected one value of r, from twice which it falls")
 
     @property
+    def reads(self) -> bool:
+        return self.metric != "x"
+
+    @property
     def rs(self) -> tuple[int, ...]:
         """`r` as a tuple; empty where `keep` or `tokens` is given."""
         return (() if self.keep or self.tokens else (8,)) if self.r is None else self.r  # type: ignore[return-value]

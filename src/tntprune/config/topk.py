@@ -32,5 +32,9 @@ class TopK(Config):
         check(self.locations[0] > 0, "at=0: no block has been seen whose attention could rank; expected 1 or larger")
 
     @property
+    def reads(self) -> bool:
+        return True
+
+    @property
     def is_inside(self) -> bool:
         return self.inside

@@ -64,6 +64,10 @@ class ZeroTPrune(Config):
             check(good, f"variance={self.variance}: expected two ascending limits, such as 0.01 0.7")
 
     @property
+    def reads(self) -> bool:
+        return True
+
+    @property
     def given(self) -> tuple[float, ...] | tuple[int, ...]:
         return self.tokens if self.tokens is not None else self.keep or (0.9,)  # type: ignore[return-value]
 

@@ -141,7 +141,7 @@ class Method(nn.Module):
 
 
 WITHOUT_CLS = "tnt, random, dynamicvit, tome, zerotprune or avit"
-WITHOUT_ATTENTION = "tnt, random or dynamicvit"
+WITHOUT_ATTENTION = "tnt, random, or avit with at"
 
 M = TypeVar("M", bound=type[Method])
 _IMPLEMENTATIONS: dict[type[Config], type[Method]] = {}

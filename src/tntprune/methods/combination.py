@@ -55,6 +55,8 @@ class Combined(Method):
         return "map" if "map" in wanted else "heads" if "heads" in wanted else ""
 
     def bias(self, tokens: Tokens) -> torch.Tensor | None:
+        if self.training and self.learner is not None:
+            return self.parts[self.learner].bias(tokens)
         if tokens.size is None or not (self.proportional or self.config.variable):
             return None
         return log_size(tokens.size, tokens.prefix, self.proportional)

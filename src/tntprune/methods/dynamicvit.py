@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tntprune.attention import Heads
-from tntprune.config import DynamicViT
-from tntprune.methods.base import Layout, Method, Plan, implements, top
-from tntprune.schedule import Step
+from tntprune.config import Config, DynamicViT
+from tntprune.methods.base import WITHOUT_ATTENTION, Layout, Method, Plan, implements, top
+from tntprune.schedule import Place, Step
 from tntprune.tokens import Tokens, take
 
 EPS = 1e-6
@@ -81,6 +81,18 @@ class DynamicSparsification(Method):
         self.kl = config.kl_weight if config.objective in ("both", "kl") else 0.0
         self.needs_teacher = config.token_weight > 0
 
+    @classmethod
+    def obstacle(cls, layout: Layout, config: Config | None = None) -> str | None:
+        if not layout.opens:
+            return f"it learns by masking the attention of blocks that do not show it; {WITHOUT_ATTENTION} would do"
+        return None
+
+    def plan(self, patches: int) -> Plan:
+        """In training every location, so that each predictor learns, whatever its share."""
+        if not self.training:
+            return super().plan(patches)
+        return {Place(at): Step(Place(at), patches, patches, patches) for at in self.config.locations}
+
     def sees(self, block: int, plan: Plan) -> Literal["", "heads", "map"]:
         masked = self.training and any(place.block < block for place in plan)
         return "heads" if masked else ""
@@ -112,8 +124,7 @@ class DynamicSparsification(Method):
         if not isinstance(tokens.state, Decisions):
             return None
         masks, config = tokens.state.masks, self.config
-        numbers = [config.locations.index(place.block) for place in self.plan(tokens.count)]
-        wanted = [config.share(number, tokens.count) for number in numbers]
+        wanted = [config.share(number, tokens.count) for number in range(len(masks))]
         ratio = torch.stack([(mask.mean(1) - share).square().mean() for mask, share in zip(masks, wanted, strict=True)])
         loss = config.ratio_weight * ratio.mean()
         if config.token_weight:
