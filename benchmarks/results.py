@@ -41,7 +41,7 @@ from tntprune import (
     reduce_,
     restore_,
 )  # fmt: skip
-from tntprune.config import Config, options
+from tntprune.config import Config, options, to_dict
 from tntprune.data import Photos, collate, input_mode, labelled_photos, transform_for
 from tntprune.environment import stamp
 from tntprune.evaluate import Tally
@@ -234,18 +234,24 @@ def train(data: Path, out: Path) -> dict[str, float]:
             sys.executable, "-m", "tntprune.cli", "train", MODEL, "--weights", str(data / f"{MODEL}.safetensors"),
             "--data", str(data / "calibration-1000" / "images"), *chosen, "--out", str(run),
         ]  # fmt: skip
-        if not (run / "reducer.safetensors").exists():
-            tqdm.write(f"training {name}", file=sys.stderr)
-            subprocess.run([*command, *(["--resume"] if run.exists() else [])], check=True, stdout=sys.stderr)
+        tqdm.write(f"training {name}", file=sys.stderr)  # one that has ended, with the same options, ends at once
+        subprocess.run([*command, *(["--resume"] if run.exists() else [])], check=True, stdout=sys.stderr)
         seconds[name] = float(json.loads((run / "log.jsonl").read_text().splitlines()[-1])["seconds"])
     return seconds
 
 
-def remembered(path: Path, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What is in a file, or else what `find` finds, which is then put there."""
-    if not path.exists():
-        write(path, json.dumps(find()).encode())
-    return dict(json.loads(path.read_text()))
+def remembered(path: Path, row: Row, find: Callable[[Row], dict[str, Any]]) -> dict[str, Any]:
+    """What is in a file if it is of the same config, or else what `find` finds, which is then put there."""
+    config = None if row.config is None else json.loads(json.dumps(to_dict(row.config)))
+    training = TRAININGS.get(row.entry.training or "") if row.entry is not None else None
+    settings = {"config": config, "training": training}
+    if path.exists():
+        data = dict(json.loads(path.read_text()))
+        if data.pop("settings", None) == settings:
+            return data
+    found = find(row)
+    write(path, json.dumps({"settings": settings, **found}).encode())
+    return found
 
 
 def main(data: Path, out: Path, page: Path = Path("docs/results.md"), speed: bool = True) -> None:
@@ -263,12 +269,11 @@ def main(data: Path, out: Path, page: Path = Path("docs/results.md"), speed: boo
     plan = rows(copy.deepcopy(bench.model))
     found = {}
     for row in tqdm(plan, unit="row", desc="accuracy"):
-        found[row.slug] = remembered(out / f"{row.slug}.json", lambda row=row: bench.accuracy(row))  # type: ignore[misc]
+        found[row.slug] = remembered(out / f"{row.slug}.json", row, bench.accuracy)
     if not speed:
         return
     for row in tqdm(plan, unit="row", desc="speed"):
-        path = out / f"{row.slug}-speed.json"
-        found[row.slug] |= remembered(path, lambda row=row: bench.speed(row))  # type: ignore[misc]
+        found[row.slug] |= remembered(out / f"{row.slug}-speed.json", row, bench.speed)
     write(page, text(plan, found, seconds).encode())
 
 

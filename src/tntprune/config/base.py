@@ -282,8 +282,8 @@ def from_dict(data: dict[str, Any]) -> Config:
     check(known, f"config of version {version}; this tntprune reads up to {VERSION}: upgrade it")
     if name == "combination":
         parts = data.get("parts")
-        single = isinstance(parts, list) and all(isinstance(part, dict) and "parts" not in part for part in parts)
-        check(single, "a combination without its parts; expected what tntprune.save writes")
+        if not isinstance(parts, list) or not all(isinstance(part, dict) and "parts" not in part for part in parts):
+            raise UsageError("a combination without its parts; expected what tntprune.save writes")
         from tntprune.config.combination import Combination
 
         return Combination(parts=tuple(from_dict(part) for part in parts))
