@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tntprune.config.base import Config, check, is_number, method, option
+from tntprune.config.base import Config, method, option
+from tntprune.config.checks import check, is_number
 from tntprune.schedule import Place, Step, Turn
 
 

@@ -1,18 +1,14 @@
-"""What every config has: where tokens go and how many stay, checked when it is made, and JSON."""
+"""What every config has: where tokens go and how many stay; and the registry of methods."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar
 
-from tntprune.errors import UsageError
+from tntprune.config.checks import as_tuple, check, check_options, is_int, is_number, show
 from tntprune.schedule import Place, Step, Turn, truncated
-
-VERSION = 1  # of the JSON; raised when a field changes its meaning
 
 METHODS: dict[str, type[Config]] = {}
 C = TypeVar("C", bound="type[Config]")
@@ -206,52 +202,6 @@ class Config:
         return replace(self, **changes)
 
 
-def check_words(config: Config, *names: str) -> None:
-    """Refuse words that an option does not allow.
-
-    Raises:
-        UsageError: naming the option and its words.
-    """
-    for name in names:
-        allowed, value = choices(type(config), name), getattr(config, name)
-        check(value in allowed, f"{name}={value!r}: expected {' or '.join(map(repr, allowed))}")
-
-
-def check_flags(config: Config, *names: str) -> None:
-    """Refuse what is neither True nor False, nor None where that is the default.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    for name in names:
-        value = getattr(config, name)
-        allowed = isinstance(value, bool) or (value is None and options(type(config))[name].default is None)
-        check(allowed, f"{name}={value!r}: expected True or False")
-
-
-def choices(config: type[Config], name: str) -> tuple[Any, ...]:
-    """The words an option allows, None among them where it does; () where the option takes no words."""
-    hint = get_type_hints(config)[name]
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    words = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
-    return words + ((None,) if words and NoneType in parts else ())
-
-
-def options(config: type[Config]) -> dict[str, Field[Any]]:
-    """The options of a method by name."""
-    return {f.name: f for f in fields(config)}
-
-
-def check_options(config: type[Config], given: Sequence[str] | dict[str, Any]) -> None:
-    """Refuse options that the method does not have.
-
-    Raises:
-        UsageError: naming the first such option and those that exist.
-    """
-    for name in given:
-        check(name in options(config), f"{config.method} has no option {name!r}; it has {', '.join(options(config))}")
-
-
 def find_method(name: str) -> type[Config]:
     """The config class of a method.
 
@@ -260,63 +210,3 @@ def find_method(name: str) -> type[Config]:
     """
     check(name in METHODS, f"unknown method {name!r}; expected one of {', '.join(sorted(METHODS))}")
     return METHODS[name]
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    """A config as plain JSON values."""
-    about = {"version": VERSION, "method": config.method}
-    if parts := getattr(config, "parts", None):
-        return {**about, "parts": [to_dict(part) for part in parts]}
-    return {**about, **asdict(config)}
-
-
-def from_dict(data: dict[str, Any]) -> Config:
-    """A config from what `to_dict` made.
-
-    Raises:
-        UsageError: it comes from a newer version, or has an unknown method or option.
-    """
-    data = dict(data)
-    version, name = data.pop("version", None), data.pop("method", None)
-    known = is_int(version) and 0 < version <= VERSION
-    check(known, f"config of version {version}; this tntprune reads up to {VERSION}: upgrade it")
-    if name == "combination":
-        parts = data.get("parts")
-        if not isinstance(parts, list) or not all(isinstance(part, dict) and "parts" not in part for part in parts):
-            raise UsageError("a combination without its parts; expected what tntprune.save writes")
-        from tntprune.config.combination import Combination
-
-        return Combination(parts=tuple(from_dict(part) for part in parts))
-    config = find_method(str(name))
-    check_options(config, data)
-    return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
-
-
-def as_tuple(value: Any) -> tuple[Any, ...]:
-    """One value or several as a tuple."""
-    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-
-
-def show(values: Sequence[Any]) -> str:
-    """Values as they stand on a command line."""
-    return " ".join(map(str, values))
-
-
-def is_int(value: Any) -> bool:
-    """A whole number that is not True or False."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    """A finite number that is not True or False."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def check(holds: bool, message: str) -> None:
-    """Refuse what does not hold.
-
-    Raises:
-        UsageError: with the message.
-    """
-    if not holds:
-        raise UsageError(message)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tntprune.config.base import Config, check, option
+from tntprune.config.base import Config, option
+from tntprune.config.checks import check
 
 
 @dataclass(frozen=True)

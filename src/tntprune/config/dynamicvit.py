@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tntprune.config.base import Config, check, check_words, is_number, method, option
+from tntprune.config.base import Config, method, option
+from tntprune.config.checks import check, check_words, is_number
 from tntprune.schedule import Step, Turn, truncated
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tntprune.config.base import Config, check, is_number, method, option
+from tntprune.config.base import Config, method, option
+from tntprune.config.checks import check, is_number
 from tntprune.schedule import Place, Step, Turn
 
 

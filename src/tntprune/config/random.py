@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tntprune.config.base import Config, check, is_int, method, option
+from tntprune.config.base import Config, method, option
+from tntprune.config.checks import check, is_int
 
 
 @method("random")

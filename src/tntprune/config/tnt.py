@@ -6,17 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tntprune.config.base import (
-    Config,
-    as_tuple,
-    check,
-    check_flags,
-    check_words,
-    is_int,
-    is_number,
-    method,
-    option,
-)  # fmt: skip
+from tntprune.config.base import Config, method, option
+from tntprune.config.checks import as_tuple, check, check_flags, check_words, is_int, is_number
 from tntprune.schedule import Place, Step, Turn
 
 # The rows of the design's table: what each recipe fills in where an option is None.

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tntprune.config.base import Config, as_tuple, check, check_flags, check_words, is_int, method, option
+from tntprune.config.base import Config, method, option
+from tntprune.config.checks import as_tuple, check, check_flags, check_words, is_int
 from tntprune.schedule import Step, Turn
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tntprune.config.base import Config, check, check_flags, check_words, method, option
+from tntprune.config.base import Config, method, option
+from tntprune.config.checks import check, check_flags, check_words
 
 
 @method("topk")
