@@ -119,7 +119,7 @@ def test_the_teacher_stays_as_it_was():
 
 def test_a_method_without_parameters_can_be_trained_only_with_its_model():
     model = reduce_(make("plain"), EViT(at=2))
-    with pytest.raises(UserError, match=r"evit has nothing to train on a frozen model; .* backbone_lr above 0"):
+    with pytest.raises(UserError, match=r"evit has nothing to train on a frozen model; .* above 0"):
         calibrate_(model, IMAGES, LABELS, **ONE)
 
 

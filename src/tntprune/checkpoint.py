@@ -14,7 +14,6 @@ import tntprune
 from tntprune.backbones.base import find_backbone
 from tntprune.config import Combination, Config, from_dict, options, to_dict
 from tntprune.errors import UsageError, UserError
-from tntprune.methods.base import implementation
 from tntprune.reduce import base_of, inherit, reduce_, reduction_of
 from tntprune.storage import make_folder, read_metadata, read_weights, write
 
@@ -86,7 +85,7 @@ def load_(model: Model, source: str | Path, *more: Config, **changes: Any) -> Mo
     if changes:
         config = config.changed(**changes)
     for part in more:
-        if implementation(type(part)).must_train:
+        if part.must_train:
             raise UsageError(
                 f"{part.method} has to be trained first; expected further reductions that need no training"
             )

@@ -105,15 +105,27 @@ def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
 def _one_line(box: str, given: list[str]) -> str:
     """What the parser's box says, up to its first rule, and where to read more."""
     lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()]
-    lines = [line for line in lines if not re.match(r"^─ .* ─+$", line)]
+    lines = [line for line in lines if not re.match(r"^(─ )?\w.* [─-]{8,}$", line)]  # drawn in ASCII if need be
     told = []
     for line in lines:
-        if line.startswith("───"):
+        if line.startswith(("───", "-----")):
             break
         told.append(line)
+    told = [_union(" ".join(" ".join(told).split()))]
     command = next((word for word in given if word in COMMANDS), None)
     see = f"tntprune {command} --help" if command else "tntprune --help"
-    return f"{' '.join(' '.join(told).split()) or 'wrong usage'}; see {see}"
+    return f"{told[0] or 'wrong usage'}; see {see}"
+
+
+def _union(told: str) -> str:
+    """The parser's words on a value that is none of several types, in ours; all else as it is."""
+    found = re.match(r"Error parsing (--\S+): no type matching (\S.*) could be instantiated from \[(.*?)\]\.", told)
+    if found is None:
+        return told
+    flag, types, value = found.groups()
+    kinds = [kind for kind in re.findall(r"\{([^{}]*)\}", types) if kind != "None"]
+    kinds = [re.sub(r"\[(\w+) \[\1 \.\.\.\]\]", r"\1...", kind) for kind in kinds]
+    return f"{flag} {value.strip(chr(39))}: expected {' or '.join(kinds)}"
 
 
 def run() -> None:

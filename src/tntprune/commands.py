@@ -116,7 +116,7 @@ def macs(
 
 def train(
     model: Model,
-    data: Annotated[Path, tyro.conf.arg(metavar="DIR", help="photos; in class folders for --objective ce")],
+    data: Annotated[Path, tyro.conf.arg(metavar="DIR", help="photos; in class folders where the loss needs labels")],
     out: Annotated[Path, tyro.conf.arg(metavar="RUN", help="where the reducer, the log and checkpoints go")],
     method: Annotated[str, tyro.conf.arg(metavar="NAME", help="a method that learns")] = "tnt",
     reduction: MethodOptions = MethodOptions(),
@@ -262,6 +262,8 @@ def show(
 
     check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
+    if out.suffix and out.suffix.lower() != ".png":
+        raise UsageError(f"--out {out}: expected a file that ends in .png")
     if not photos:
         raise UsageError("no photo given; expected one or more")
     if reducer is None and method is None:
@@ -271,7 +273,11 @@ def show(
         raise UserError(f"{model} is not reduced")
     maps = photo_maps(built, photos, each)
     write_picture(out, sheet(maps, [path.stem[:24] for path in photos]))
-    _tell(json, {"picture": str(out), "photos": len(photos), "columns": list(maps[0])}, f"{len(photos)} photos: {out}")
+    _tell(
+        json,
+        {"picture": str(out), "photos": len(photos), "columns": list(maps[0])},
+        f"{len(photos)} {'photo' if len(photos) == 1 else 'photos'}: {out}",
+    )
     return 0
 
 

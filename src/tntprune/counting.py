@@ -30,6 +30,7 @@ class Macs:
         reduction: Of the steps that remove tokens, by block.
         embed: Of the patch embedding.
         head: Of everything after the last block.
+        most: Whether the number of tokens differs from image to image, so that these are the most that is possible.
     """
 
     macs: int
@@ -40,9 +41,12 @@ class Macs:
     reduction: dict[int, int]
     embed: int
     head: int
+    most: bool = False
 
     def __str__(self) -> str:
         lines = [f"{self.macs / 1e9:.2f} GMACs instead of {self.base_macs / 1e9:.2f}"]
+        if self.most:
+            lines[0] = f"at most {lines[0]}: each image keeps another number of tokens, and `eval` tells the mean"
         lines += [
             f"  block {number:2}: {tokens:4} patch tokens, {cost / 1e9:.3f} GMACs"
             for number, (tokens, cost) in enumerate(zip(self.tokens, self.per_block, strict=True), 1)
@@ -71,7 +75,8 @@ def macs(model: nn.Module) -> Macs:
             own[step.place.block] = own.get(step.place.block, 0) + model.reduction.macs(step)
     head = _head(costs, left.last, layout.prefix)
     total = sum(per_block) + sum(own.values()) + costs.embed + head
-    return Macs(total, base, left.attention, left.mlp, per_block, own, costs.embed, head)
+    most = isinstance(model, Reduced) and model.reduction.config.variable
+    return Macs(total, base, left.attention, left.mlp, per_block, own, costs.embed, head, most)
 
 
 def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:

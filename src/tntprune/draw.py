@@ -68,6 +68,8 @@ def kept_maps(
     pictures: list[dict[str, Pixels]] = [{ORIGINAL: to_pixels(image, mean, std)} for image in images]
     for carrier in _carriers(model, images, each):
         for block, places in carrier.items():
+            if block and bool((places == torch.arange(places.shape[1], device=places.device)).all()):
+                continue  # nothing is missing (yet), or all are together again
             caption = f"after block {block}" if block else "before block 1"
             for picture, place in zip(pictures, places.cpu().numpy(), strict=True):
                 picture[caption] = veiled(picture[ORIGINAL], place, grid)

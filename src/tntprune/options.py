@@ -134,7 +134,6 @@ def apply(
         UserError: the method has to be trained first, or the reduction does not fit.
     """
     from tntprune.checkpoint import load_, read
-    from tntprune.methods.base import implementation
     from tntprune.reduce import reduce_
 
     if reducer is not None:
@@ -147,6 +146,6 @@ def apply(
         raise UsageError(f"--{name} was given without --method or --reducer; expected one of them")
     configs = configs_from(method, flags, then)
     for config in configs:
-        if implementation(type(config)).must_train:
+        if config.must_train:
             raise UserError(f"{config.method} has to be trained first; expected --reducer RUN, made by tntprune train")
     return reduce_(model, *configs) if configs else model

@@ -120,7 +120,7 @@ class Trainer:
         if not self.method.trains and not tunes:
             raise UserError(
                 f"{self.method.config.method} has nothing to train on a frozen model; expected a method that learns, "
-                "such as tnt, or a backbone_lr above 0 to train the model itself"
+                "such as tnt, or backbone_lr (--backbone-lr) above 0 to train the model itself"
             )
         if not self.method.trains and training.freeze_epochs:
             raise UsageError(

@@ -56,6 +56,10 @@ class AViT(Config):
         check(0 not in self.locations, no_score)
 
     @property
+    def must_train(self) -> bool:
+        return self.at is None  # each token halts by what the gate has learned
+
+    @property
     def alone(self) -> bool:
         return True  # what tokens have added up so far has to follow them through every block
 

@@ -134,6 +134,11 @@ class Config:
         return False
 
     @property
+    def must_train(self) -> bool:
+        """Whether it is of no use before it has been trained."""
+        return False
+
+    @property
     def reads(self) -> bool:
         """Whether it reads the attention of the blocks at which it acts."""
         return False

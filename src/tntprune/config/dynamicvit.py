@@ -50,6 +50,10 @@ class DynamicViT(Config):
         check(warm, f"temperature={self.temperature}: expected above 0")
 
     @property
+    def must_train(self) -> bool:
+        return True
+
+    @property
     def given(self) -> tuple[float, ...] | tuple[int, ...]:
         return self.tokens if self.tokens is not None else self.keep or (0.7,)  # type: ignore[return-value]
 

@@ -105,6 +105,10 @@ class TNT(Config):
         )
 
     @property
+    def must_train(self) -> bool:
+        return True
+
+    @property
     def resolved(self) -> TNT:
         """The same config with every None that the recipe fills in filled in."""
         gaps = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}

@@ -63,7 +63,6 @@ class Method(nn.Module):
     looks: ClassVar[Literal["", "heads", "map"]] = ""  # what it must see of a block's attention where it acts
     needs_cls: ClassVar[bool] = False
     trains = False  # whether it has parameters to learn
-    must_train = False  # whether it is of no use before that
     proportional = False  # whether merged tokens count in attention by their size
     ce: float = 1.0  # weights of the losses in training: cross-entropy to the labels,
     kl: float = 0.0  # divergence from the unpruned model

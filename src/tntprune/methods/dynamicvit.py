@@ -70,7 +70,7 @@ def _linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 class DynamicSparsification(Method):
     """In training all tokens stay and the dropped ones are masked; at test time they really go."""
 
-    trains = must_train = True
+    trains = True
     config: DynamicViT
 
     def __init__(self, config: DynamicViT, layout: Layout) -> None:

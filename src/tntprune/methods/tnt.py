@@ -51,7 +51,7 @@ class Scorer(nn.Module):
 class TrainingNoise(Method):
     """TNT on one backbone: noise while the module is in training mode, dropping otherwise."""
 
-    trains = must_train = True
+    trains = True
     config: TNT
 
     def __init__(self, config: TNT, layout: Layout) -> None:
