@@ -105,7 +105,9 @@ def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
 def _one_line(box: str, given: list[str]) -> str:
     """What the parser's box says, up to its first rule, and where to read more."""
     lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()]
-    lines = [line for line in lines if not re.match(r"^(─ )?\w.* [─-]{8,}$", line)]  # drawn in ASCII if need be
+    lines = [line for line in lines if line and not re.match(r"^─ .* ─+$", line)]
+    if len(lines) > 1 and re.match(r"^-{5,}$", lines[1]):  # drawn in ASCII: a title above a rule
+        lines = lines[2:]
     told = []
     for line in lines:
         if line.startswith(("───", "-----")):
