@@ -249,6 +249,8 @@ def show(
 ) -> int:
     """A sheet: each photo, and for each pruning block the kept tokens in clear and the dropped ones veiled.
 
+    Tokens that were merged into another one are half veiled. A fused or representative token has no place to show.
+
     Photos are turned upright as their EXIF orientation says, and cropped as the model sees them.
 
     Args:
