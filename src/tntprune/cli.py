@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from tntprune import __version__, commands
+from tntprune import __version__, commands, console
 from tntprune.errors import UserError
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tntprune: interrupted", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of our output has gone, as in `tntprune info ... | head -1`
-        commands.forget_output()
+        console.forget_output()
         return 1
     except OSError as error:  # a path that is too long, or that lies under a folder we may not enter
         name = f"{error.filename}: "[:200] if error.filename else ""

@@ -3,48 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json as json_format
-import os
 import sys
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from tntprune.config import METHODS
+from tntprune.console import Device, Json, MethodName, Model, Reducer, Seed, Then, Weights, Workers, load, tell
 from tntprune.errors import UsageError, UserError
 from tntprune.options import MethodOptions, apply, config_from
-
-if TYPE_CHECKING:
-    from torch import nn
-
-Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help="a timm model, vit16 or digits_vit")]
-Weights = Annotated[
-    Path | None,
-    tyro.conf.arg(metavar="FILE", help="weights to load; without it timm asks the Hub", help_behavior_hint=""),
-]
-Device = Annotated[str, tyro.conf.arg(metavar="DEVICE", help="cpu, cuda or mps")]
-Json = Annotated[bool, tyro.conf.arg(help="one JSON object on standard output, everything else on standard error")]
-Reducer = Annotated[
-    str | None, tyro.conf.arg(metavar="RUN", help="a folder made by train, or a Hub id", help_behavior_hint="")
-]
-MethodName = Annotated[
-    str | None, tyro.conf.arg(metavar="NAME", help=f"a method: {', '.join(METHODS)}", help_behavior_hint="")
-]
-Then = Annotated[
-    tuple[str, ...],
-    tyro.conf.arg(
-        metavar="TEXT...",
-        help='further reductions at places of their own, such as "tome at=6,7,8 r=10"',
-        help_behavior_hint="",
-    ),
-]
-Seed = Annotated[int, tyro.conf.arg(metavar="INT", help="of everything random")]
-Workers = Annotated[
-    int | None,
-    tyro.conf.arg(metavar="INT", help="processes that read photos (half the processors)", help_behavior_hint=""),
-]
 
 
 def demo(out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("demo"), seed: Seed = 0, json: Json = False) -> int:
@@ -60,7 +28,7 @@ def demo(out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("demo"), seed
 
     check_whole("seed", seed, 0, MAX_SEED)
     found = run(out, seed)
-    _tell(json, {**asdict(found), "report": str(found.report)}, f"{found}\n\nThe report is {found.report}")
+    tell(json, {**asdict(found), "report": str(found.report)}, f"{found}\n\nThe report is {found.report}")
     return 0
 
 
@@ -87,7 +55,7 @@ def info(model: Model, json: Json = False) -> int:
         f"{'the first a CLS token' if layout.cls else 'no CLS token'}",
     ]
     lines += [f"  {name:10} {'can be applied' if why is None else 'cannot: ' + why}" for name, why in obstacles.items()]
-    _tell(json, data, "\n".join(lines))
+    tell(json, data, "\n".join(lines))
     return 0
 
 
@@ -110,7 +78,7 @@ def macs(
     if configs := configs_from(method, reduction, then):
         reduce_(built, *configs)
     found = count(built)
-    _tell(json, asdict(found), str(found))
+    tell(json, asdict(found), str(found))
     return 0
 
 
@@ -155,7 +123,7 @@ def train(
         epochs, batch_size, lr, backbone_lr, freeze_epochs, weight_decay, label_smoothing, warmup, seed, amp
     )
     config = config_from(method, reduction)
-    built = reduce_(_load(model, weights, device), config)
+    built = reduce_(load(model, weights, device), config)
     training = training.on(device_of(built))
     source = photo_source(built, data, training, needs_labels(built), workers)
     begin = time.perf_counter()
@@ -169,7 +137,7 @@ def train(
     steps = epochs * source.per_epoch
     told = {"reducer": str(path), "photos": len(source.photos), "steps": steps, "seconds": round(seconds, 1)}
     text = f"trained {steps} steps of {batch_size} out of {len(source.photos)} photos in {seconds:.0f} s: {path}"
-    _tell(json, told, f"the training had ended already: {path}" if ended else text)
+    tell(json, told, f"the training had ended already: {path}" if ended else text)
     return 0
 
 
@@ -207,7 +175,7 @@ def evaluate(
     check_whole("workers", workers, 0)
     check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
-    loaded = _load(model, weights, device)
+    loaded = load(model, weights, device)
     before = copy.deepcopy(loaded) if reducer is not None else None  # where the model was trained too, it changes
     built = apply(loaded, method, reducer, reduction, then)
     found, bad = run(
@@ -229,7 +197,7 @@ def evaluate(
         lines.append(f"{found.speedup:.2f} times as fast")
     mean = "" if all(isinstance(n, int) for n in found.tokens) else ", on average"
     lines.append(f"patch tokens entering each block{mean}: {' '.join(map(str, found.tokens))}")
-    _tell(json, found.to_dict(), "\n".join(lines))
+    tell(json, found.to_dict(), "\n".join(lines))
     return 3 if found.skipped else 0
 
 
@@ -270,39 +238,14 @@ def show(
         raise UsageError("no photo given; expected one or more")
     if reducer is None and method is None:
         raise UsageError("nothing to show: expected --reducer RUN, or --method random")
-    built = apply(_load(model, weights, device), method, reducer, reduction, then)
+    built = apply(load(model, weights, device), method, reducer, reduction, then)
     if not isinstance(built, Reduced):
         raise UserError(f"{model} is not reduced")
     maps = photo_maps(built, photos, each)
     write_picture(out, sheet(maps, [path.stem[:24] for path in photos]))
-    _tell(
+    tell(
         json,
         {"picture": str(out), "photos": len(photos), "columns": list(maps[0])},
         f"{len(photos)} {'photo' if len(photos) == 1 else 'photos'}: {out}",
     )
     return 0
-
-
-def _load(model: str, weights: Path | None, device: str) -> nn.Module:
-    from tntprune.models import check_name, load_model
-
-    check_name(model)
-    if weights is None and model not in ("vit16", "digits_vit"):
-        print(f"asking the Hub for the pretrained weights of {model}", file=sys.stderr)
-    return load_model(model, weights, device)
-
-
-def _tell(json: bool, data: dict[str, Any], text: str) -> None:
-    try:
-        print(json_format.dumps(data, default=str) if json else text, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        forget_output()
-        raise UserError(f"standard output cannot be written ({error.strerror})") from None
-
-
-def forget_output() -> None:
-    """Let standard output lead nowhere, so that what could not be written does not fail once more at the end."""
-    with suppress(OSError, ValueError):  # it may be closed, or no file at all
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

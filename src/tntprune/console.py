@@ -1,0 +1,76 @@
+"""What the commands share: their common flags, loading a model, and what they print."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from tntprune.config import METHODS
+from tntprune.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help="a timm model, vit16 or digits_vit")]
+Weights = Annotated[
+    Path | None,
+    tyro.conf.arg(metavar="FILE", help="weights to load; without it timm asks the Hub", help_behavior_hint=""),
+]
+Device = Annotated[str, tyro.conf.arg(metavar="DEVICE", help="cpu, cuda or mps")]
+Json = Annotated[bool, tyro.conf.arg(help="one JSON object on standard output, everything else on standard error")]
+Reducer = Annotated[
+    str | None, tyro.conf.arg(metavar="RUN", help="a folder made by train, or a Hub id", help_behavior_hint="")
+]
+MethodName = Annotated[
+    str | None, tyro.conf.arg(metavar="NAME", help=f"a method: {', '.join(METHODS)}", help_behavior_hint="")
+]
+Then = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(
+        metavar="TEXT...",
+        help='further reductions at places of their own, such as "tome at=6,7,8 r=10"',
+        help_behavior_hint="",
+    ),
+]
+Seed = Annotated[int, tyro.conf.arg(metavar="INT", help="of everything random")]
+Workers = Annotated[
+    int | None,
+    tyro.conf.arg(metavar="INT", help="processes that read photos (half the processors)", help_behavior_hint=""),
+]
+
+
+def load(model: str, weights: Path | None, device: str) -> nn.Module:
+    """A model with its weights, on a device; a line tells if the Hub is asked."""
+    from tntprune.models import check_name, load_model
+
+    check_name(model)
+    if weights is None and model not in ("vit16", "digits_vit"):
+        print(f"asking the Hub for the pretrained weights of {model}", file=sys.stderr)
+    return load_model(model, weights, device)
+
+
+def tell(json: bool, data: dict[str, Any], text: str) -> None:
+    """Print one JSON object, or the text for a person.
+
+    Raises:
+        UserError: standard output cannot be written.
+    """
+    try:
+        print(json_format.dumps(data, default=str) if json else text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        forget_output()
+        raise UserError(f"standard output cannot be written ({error.strerror})") from None
+
+
+def forget_output() -> None:
+    """Let standard output lead nowhere, so that what could not be written does not fail once more at the end."""
+    with suppress(OSError, ValueError):  # it may be closed, or no file at all
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
