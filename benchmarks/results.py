@@ -51,6 +51,7 @@ from tntprune.storage import write
 MODEL = "vit_tiny_patch16_224"
 KEEP = (0.8, 0.7, 0.6, 0.5, 0.35, 0.25)  # after block 3
 SHARES = (0.8, 0.7, 0.6, 0.5, 0.4)  # of the unpruned model's MACs, over several blocks
+ITSELF = "each token by itself"  # A-ViT as published
 BATCH, SPEED_BATCHES = 32, 6
 
 TRAININGS: dict[str, list[str]] = {  # options of `tntprune train`; chosen on a split of the calibration photos
@@ -171,6 +172,8 @@ def rows(model: nn.Module) -> list[Row]:
         found += [Row(entry, entry.single(keep), f"{keep}") for keep in KEEP]
         for share in SHARES:
             found.append(Row(entry, fitted(model, entry.several, share * base), f"{share} of the MACs"))
+        if entry.training in ("avit", "avit-tuned"):
+            found.append(Row(entry, AViT(gate_center=10.0), ITSELF))
     return found
 
 
@@ -315,7 +318,7 @@ def text(plan: list[Row], found: dict[str, Any], seconds: dict[str, float]) -> s
 
     return PAGE.format(
         top1=found["unpruned"]["top1"], single=overview(plan, found, single), several=overview(plan, found, several),
-        single_rows=table(single), several_rows=table(several), places=places, stamp=stamp(),
+        single_rows=table(single), several_rows=table([*several, ITSELF]), places=places, stamp=stamp(),
         trained="; ".join(f"{name} {value:.0f} s" for name, value in seconds.items()),
     )  # fmt: skip
 
@@ -345,7 +348,8 @@ blocks of each method's own paper: {places}.
 
 * ATS and A-ViT without `at` keep another number of tokens in each image; MACs are then the mean over the images, each
   taken alone. ATS samples inside block 3, and the rate is that of its draws: fewer tokens stay.
-* A-ViT is made to halt a fixed number here, those nearest to halting, so that it can be compared at equal cost.
+* A-ViT is made to halt a fixed number here, those nearest to halting, so that it can be compared at equal cost; how it
+  does when each token halts by itself, as published, is in the last rows.
 * EViT, ToMe and Evo-ViT keep something of what they remove (a fused token, merged tokens, a representative).
 * One training of each method serves all its rows. The papers train for 30 to 100 epochs of ImageNet: what fine-tuning
   on 1,000 photos gives says nothing about that. What the TNT paper's authors reported is in
