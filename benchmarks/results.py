@@ -270,7 +270,9 @@ def remembered(path: Path, row: Row, find: Callable[[Row], dict[str, Any]]) -> d
     return found
 
 
-def main(data: Path, out: Path, page: Path = Path("docs/results.md"), speed: bool = True) -> None:
+def main(
+    data: Path, out: Path, page: Path = Path("docs/results.md"), speed: bool = True, backwards: bool = False
+) -> None:
     """Everything.
 
     Args:
@@ -278,13 +280,14 @@ def main(data: Path, out: Path, page: Path = Path("docs/results.md"), speed: boo
         out: Where trainings and results go.
         page: The page to write.
         speed: Measure speed as well, and write the page; turn it off while the machine is busy.
+        backwards: Take the rows from the last to the first, beside a process that takes them from the first.
     """
     out.mkdir(parents=True, exist_ok=True)
     seconds = train(data, out)
     bench = Bench(data, out)
     plan = rows(copy.deepcopy(bench.model))
     found = {}
-    for row in tqdm(plan, unit="row", desc="accuracy"):
+    for row in tqdm(plan[::-1] if backwards else plan, unit="row", desc="accuracy"):
         found[row.slug] = remembered(out / f"{row.slug}.json", row, bench.accuracy)
     if not speed:
         return
