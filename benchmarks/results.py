@@ -52,7 +52,7 @@ MODEL = "vit_tiny_patch16_224"
 KEEP = (0.8, 0.7, 0.6, 0.5, 0.35, 0.25)  # after block 3
 SHARES = (0.8, 0.7, 0.6, 0.5, 0.4)  # of the unpruned model's MACs, over several blocks
 ITSELF = "each token by itself"  # A-ViT as published
-BATCH, SPEED_BATCHES = 32, 4
+BATCH, SPEED_BATCHES = 32, 3
 
 TRAININGS: dict[str, list[str]] = {  # options of `tntprune train`; chosen on a split of the calibration photos
     "tnt": ["--method", "tnt"],
