@@ -13,8 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import tntprune
 from conftest import SMALL, make, photos_for
-from tntprune.config import AViT, Random
-from tntprune.config.base import from_dict, to_dict
+from tntprune.config import AViT, Random, from_dict, to_dict
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.avit import AdaptiveTokens
 from tntprune.methods.base import Layout

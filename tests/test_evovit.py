@@ -13,8 +13,7 @@ from timm.models.vision_transformer import ResPostBlock, VisionTransformer
 import tntprune
 from conftest import SMALL, make, photos_for
 from tntprune.attention import Heads
-from tntprune.config import EvoViT, Random
-from tntprune.config.base import from_dict, to_dict
+from tntprune.config import EvoViT, Random, from_dict, to_dict
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.base import Layout
 from tntprune.methods.evovit import SlowFast
