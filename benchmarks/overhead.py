@@ -161,7 +161,8 @@ PAGE = """# What a reduction itself costs
 `deit_small_distilled_patch16_224` with random weights, batches of {batch}, half of the patch tokens kept at block 3.
 "Own" is the time spent in the method (scoring, selecting, gathering or merging, and building the attention map where
 the method works on one) over that of the forward pass; the median of {rounds}. "Against slicing" is how much longer
-the pass takes than one that cuts the same numbers of tokens off at the same places, in turns.
+the pass takes than one that cuts the same numbers of tokens off at the same places, in turns
+(of ATS as many as can stay at most, so that it comes off better than it is).
 
 Written by `python benchmarks/overhead.py` on {stamp}.
 

@@ -52,6 +52,7 @@ class Config:
     """
 
     method: ClassVar[str]
+    usual: ClassVar[float] = 0.5  # the share that stays where nothing is said
     everywhere: ClassVar[bool] = False  # whether at=None has a meaning
     listed: ClassVar[tuple[str, ...]] = ("keep", "tokens")  # options with one value, or one for each location
     rivals: ClassVar[tuple[str, ...]] = ("keep", "tokens")  # options of which one can be given
@@ -100,7 +101,7 @@ class Config:
     @property
     def given(self) -> tuple[Any, ...]:
         """The counts or rates as they were given, always as a tuple."""
-        return self.tokens if self.tokens is not None else self.keep or (0.5,)  # type: ignore[return-value]
+        return self.tokens if self.tokens is not None else self.keep or (self.usual,)  # type: ignore[return-value]
 
     @property
     def amounts(self) -> tuple[float, ...] | tuple[int, ...]:

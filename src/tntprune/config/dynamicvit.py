@@ -31,6 +31,8 @@ class DynamicViT(Config):
         temperature: Of the Gumbel-softmax.
     """
 
+    usual = 0.7
+
     at: int | Sequence[int] | None = option((3, 6, 9), "block or blocks at which tokens are removed")
     keep: float | Sequence[float] | None = option(None, "share of the patch tokens kept at each location (0.7)")
     objective: Literal["both", "ce", "kl"] = option("both", "train against labels, the unpruned model, or both")
@@ -52,10 +54,6 @@ class DynamicViT(Config):
     @property
     def must_train(self) -> bool:
         return True
-
-    @property
-    def given(self) -> tuple[float, ...] | tuple[int, ...]:
-        return self.tokens if self.tokens is not None else self.keep or (0.7,)  # type: ignore[return-value]
 
     def share(self, number: int, patches: int) -> float:
         """The share of all patches that is wanted at one location, which training aims at."""

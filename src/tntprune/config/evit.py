@@ -30,6 +30,8 @@ class EViT(Config):
             of 300 epochs.)
     """
 
+    usual = 0.7
+
     at: int | Sequence[int] | None = option((4, 7, 10), "block or blocks at which tokens are removed")
     keep: float | Sequence[float] | None = option(None, "share of the patch tokens kept at each location (0.7)")
     inside: bool = option(True, "drop between attention and MLP, or after the block")
@@ -54,10 +56,6 @@ class EViT(Config):
     @property
     def reads(self) -> bool:
         return True
-
-    @property
-    def given(self) -> tuple[float, ...] | tuple[int, ...]:
-        return self.tokens if self.tokens is not None else self.keep or (0.7,)  # type: ignore[return-value]
 
     @property
     def is_inside(self) -> bool:

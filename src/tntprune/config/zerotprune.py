@@ -35,6 +35,7 @@ class ZeroTPrune(Config):
         feature: What similarity is the cosine of: the "key"s of all heads, or the tokens themselves, "x".
     """
 
+    usual = 0.9
     listed = ("keep", "tokens", "iterations")
 
     at: int | Sequence[int] | None = option((1, 3, 6, 9, 11), "block or blocks after which tokens are removed")
@@ -67,10 +68,6 @@ class ZeroTPrune(Config):
     @property
     def reads(self) -> bool:
         return True
-
-    @property
-    def given(self) -> tuple[float, ...] | tuple[int, ...]:
-        return self.tokens if self.tokens is not None else self.keep or (0.9,)  # type: ignore[return-value]
 
     def rounds(self, block: int, depth: int) -> int:
         """Rounds of voting after one block."""

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from tntprune.attention import Heads, log_size
+from tntprune.attention import Heads
 from tntprune.config import Combination
 from tntprune.errors import UsageError
 from tntprune.methods.base import Layout, Method, Plan, implementation, implements
@@ -57,9 +57,7 @@ class Combined(Method):
     def bias(self, tokens: Tokens) -> torch.Tensor | None:
         if self.training and self.learner is not None:
             return self.parts[self.learner].bias(tokens)
-        if tokens.size is None or not (self.proportional or self.config.variable):
-            return None
-        return log_size(tokens.size, tokens.prefix, self.proportional)
+        return super().bias(tokens)
 
     def attend(self, heads: Heads, tokens: Tokens) -> torch.Tensor:
         own = self.parts[self.learner] if self.training and self.learner is not None else None
