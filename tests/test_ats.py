@@ -41,9 +41,9 @@ def walk_by_loops(model, images):
     method, prefix = reduction_of(model), model.num_prefix_tokens
     outs, kept = [], []
     for image in images:
-        x, index, own = model.embed(image[None]), list(range(method.layout.patches)), {}
-        for number, block in enumerate(model.blocks, 1):
-            halves = model.halves(block)
+        x, index, own = model.embed(image[None])[0], list(range(method.layout.patches)), {}
+        for number in range(1, len(model.blocks) + 1):
+            halves = model.halves(number, None)
             heads = halves.open(x, None)
             attention = (heads.query @ heads.key.transpose(-1, -2) * heads.scale).softmax(-1)
             inner = halves.close(x, attention @ heads.value)
@@ -202,11 +202,11 @@ def test_a_compiled_graph_has_the_planned_length_and_says_the_same(monkeypatch):
 def test_tokens_that_were_merged_before_keep_their_size():
     model = sharpened("plain", ATS(at=2, tokens=20))
     method = reduction_of(model)
-    tokens = start(model.embed(photos_for(model, 4)), 1)
+    tokens = start(model.embed(photos_for(model, 4))[0], 1)
     size = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) + 1
     size[:, 10:20] = 0  # padding that was there before
     tokens = replace(tokens, size=size, index=tokens.index.where(size > 0, -1))
-    heads = model.halves(model.blocks[1]).open(tokens.x, method.bias(tokens))
+    heads = model.halves(2, None).open(tokens.x, method.bias(tokens))
     out = method(tokens, Place(2, inside=True), method.plan(64), heads)
     there = out.index >= 0
     assert 0 < there.sum(1).min() < there.sum(1).max() == out.count

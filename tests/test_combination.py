@@ -61,13 +61,13 @@ def test_a_combination_is_one_after_the_other(kind, configs):
     steps = schedule(configs, 64, 6)
     plans = [{s.place: s for s in steps if s.part == number} for number in range(len(configs))]
     with torch.inference_mode():
-        tokens = start(model.embed(images), model.num_prefix_tokens)
+        tokens = start(model.embed(images)[0], model.num_prefix_tokens)
         places = [Place(0)]
         for part, plan in zip(apart, plans):
             tokens = part(tokens, places[0], plan)
-        for number, block in enumerate(model.blocks, 1):
+        for number in range(1, len(model.blocks) + 1):
             bias = next((b for b in (part.bias(tokens) for part in apart) if b is not None), None)
-            halves = model.halves(block)
+            halves = model.halves(number, None)
             heads = halves.open(tokens.x, bias)
             if any(part.sees(number, plan) == "map" for part, plan in zip(apart, plans)):
                 heads = Heads(**{**vars(heads), "attention": heads.map()})

@@ -75,7 +75,7 @@ def test_at_test_time_the_best_by_loops_stay_and_the_rest_really_goes(kind):
     images = photos_for(model, 2)
     prefix = method.layout.prefix
     with torch.inference_mode():
-        x = model.embed(images)
+        x = model.embed(images)[0]
         index = [list(range(64)), list(range(64))]
         for number, block in enumerate(model.blocks, 1):
             x = block(x)
@@ -134,7 +134,7 @@ def test_a_dropped_token_changes_no_other_in_training():
     with torch.no_grad():
         tokens = model.tokens(images, None, False)
         kept = tokens.state.masks[0][0].nonzero()[:, 0]
-        x = model.embed(images)
+        x = model.embed(images)[0]
         for number, block in enumerate(model.blocks, 1):
             x = block(x)
             if number == 2:

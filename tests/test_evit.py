@@ -118,7 +118,7 @@ def test_weights_of_the_fused_token_sum_to_one_only_if_asked():
         reduce_(model, EViT(at=2, keep=0.5, normalise=normalise))
         with torch.no_grad():
             x = torch.ones(1, 65, 32) + torch.randn(1, 65, 32, generator=torch.Generator().manual_seed(0)) * 1e-3
-            heads = model.halves(model.blocks[1]).open(x, None)
+            heads = model.halves(2, None).open(x, None)
             tokens = start(x, 1)
             out = reduction_of(model)(tokens, Place(2, True), reduction_of(model).plan(64), heads)
         sums[normalise] = float(out.x[0, -1].mean())

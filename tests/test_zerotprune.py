@@ -74,10 +74,10 @@ def walk_by_loops(model, images):
     config, plan = method.config, reduction_of(model).plan(method.layout.patches)
     outs, kept = [], {place.block: [] for place in plan}
     for image in images:
-        x = model.embed(image[None])
+        x = model.embed(image[None])[0]
         index = list(range(method.layout.patches))
-        for number, block in enumerate(model.blocks, 1):
-            halves = model.halves(block)
+        for number in range(1, len(model.blocks) + 1):
+            halves = model.halves(number, None)
             heads = halves.open(x, None)
             graphs = (heads.query @ heads.key.transpose(-1, -2) * heads.scale).softmax(-1)
             x = halves.mlp(halves.close(x, graphs @ heads.value))

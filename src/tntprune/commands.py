@@ -164,10 +164,10 @@ def evaluate(
     """Top-1, top-5, agreement with the unpruned model, MACs and images/s."""
     import torch
 
-    from tntprune.backbones.base import Reduced
     from tntprune.data import default_workers, labelled_photos
     from tntprune.evaluate import Figures
     from tntprune.evaluate import evaluate as run
+    from tntprune.reduce import is_reduced
     from tntprune.trainer import MAX_SEED, check_whole
 
     workers = default_workers() if workers is None else workers
@@ -184,7 +184,7 @@ def evaluate(
     )  # fmt: skip
     for line in bad:
         print(f"skipped {line}", file=sys.stderr)
-    rows: list[tuple[str, Figures]] = [("pruned" if isinstance(built, Reduced) else "unpruned", found)]
+    rows: list[tuple[str, Figures]] = [("pruned" if is_reduced(built) else "unpruned", found)]
     if found.base is not None:
         rows.append(("unpruned", found.base))
     lines = [
@@ -226,8 +226,8 @@ def show(
     """
     import torch
 
-    from tntprune.backbones.base import Reduced
     from tntprune.draw import photo_maps, sheet, write_picture
+    from tntprune.reduce import is_reduced
     from tntprune.trainer import MAX_SEED, check_whole
 
     check_whole("seed", seed, 0, MAX_SEED)
@@ -239,7 +239,7 @@ def show(
     if reducer is None and method is None:
         raise UsageError("nothing to show: expected --reducer RUN, or --method random")
     built = apply(load(model, weights, device), method, reducer, reduction, then)
-    if not isinstance(built, Reduced):
+    if not is_reduced(built):
         raise UserError(f"{model} is not reduced")
     maps = photo_maps(built, photos, each)
     write_picture(out, sheet(maps, [path.stem[:24] for path in photos]))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tntprune.backbones.base import Costs, Reduced, find_backbone
-from tntprune.reduce import reduction_of
+from tntprune.backbones.base import Costs, find_backbone
+from tntprune.reduce import is_reduced, reduction_of
 from tntprune.schedule import Counts, counts
 
 
@@ -66,16 +66,17 @@ def macs(model: nn.Module) -> Macs:
     layout, costs = backbone.layout(model), backbone.costs(model)
     whole = counts((), layout.patches, layout.depth)
     base = sum(_blocks(costs, whole, layout.prefix)) + costs.embed + _head(costs, layout.patches, layout.prefix)
-    steps = tuple(model.reduction.steps(layout.patches).values()) if isinstance(model, Reduced) else ()
+    method = reduction_of(model) if is_reduced(model) else None
+    steps = () if method is None else tuple(method.steps(layout.patches).values())
     left = counts(steps, layout.patches, layout.depth)
     per_block = _blocks(costs, left, layout.prefix)
     own: dict[int, int] = {}
-    if isinstance(model, Reduced):
-        for step in steps:
-            own[step.place.block] = own.get(step.place.block, 0) + model.reduction.macs(step)
+    for step in steps:
+        assert method is not None
+        own[step.place.block] = own.get(step.place.block, 0) + method.macs(step)
     head = _head(costs, left.last, layout.prefix)
     total = sum(per_block) + sum(own.values()) + costs.embed + head
-    most = isinstance(model, Reduced) and model.reduction.config.variable
+    most = method is not None and method.config.variable
     return Macs(total, base, left.attention, left.mlp, per_block, own, costs.embed, head, most)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tntprune.backbones.base import find_backbone
+from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.data import input_mode, transform_for
 from tntprune.errors import UserError
 from tntprune.images import read_image
@@ -92,7 +92,7 @@ def _carriers(model: nn.Module, images: torch.Tensor, each: bool) -> list[dict[i
                 own = config.blocks(depth) or carriers  # without Evo-ViT's last one, where all are together again
                 found.append({block: places for block, places in carriers.items() if block in own})
     finally:
-        model.reduction = method  # the same module as before, not one like it
+        tower_of(model).reduction = method  # the same module as before, not one like it
     return found
 
 

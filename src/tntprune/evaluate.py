@@ -13,11 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from tntprune.backbones.base import Reduced
 from tntprune.counting import macs, macs_by_image
 from tntprune.data import Photo, Photos, collate, input_mode, transform_for
 from tntprune.errors import UserError
-from tntprune.reduce import base_of, device_of
+from tntprune.reduce import base_of, device_of, is_reduced, reduction_of
 from tntprune.trace import record
 
 
@@ -70,7 +69,7 @@ class Tally:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.images, self.first, self.five = model, 0, 0, 0
-        self.variable = isinstance(model, Reduced) and model.reduction.config.variable
+        self.variable = is_reduced(model) and reduction_of(model).config.variable
         self.costs: list[int] = []  # of each image, where they differ
         self.entering: list[list[int]] = []  # patch tokens that enter each block, image by image, where they differ
         self.pace: list[float] = []  # seconds an image, batch by batch
@@ -142,7 +141,7 @@ def measure(
         UserError: there was no image at all.
     """
     device = device_of(model)
-    reduced = isinstance(model, Reduced)
+    reduced = is_reduced(model)
     own = Tally(model)
     unpruned = Tally(base if base is not None else base_of(model)) if reduced else own
     same = 0

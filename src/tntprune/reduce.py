@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from tntprune.backbones.base import Reduced, find_backbone
+from tntprune.backbones.base import Reduced, find_backbone, tower_of
 from tntprune.config import Combination, Config
 from tntprune.errors import UserError
 from tntprune.methods.base import Method, implementation
@@ -35,7 +35,7 @@ def reduce_(model: Model, config: Config, *more: Config) -> Model:
         UsageError: the config does not fit the model.
     """
     backbone = find_backbone(model)
-    layout = backbone.layout(model)
+    layout, tower = backbone.layout(model), backbone.tower(model)
     given = [part for one in (config, *more) for part in getattr(one, "parts", [one])]
     for part in given:
         if reason := implementation(type(part)).obstacle(layout, part):
@@ -43,11 +43,11 @@ def reduce_(model: Model, config: Config, *more: Config) -> Model:
     if more:
         config = Combination(parts=given)
     kind = implementation(type(config))
-    method = kind(config, layout).train(model.training)
-    method.to(next(model.parameters()).device)
-    if type(model) in backbone.swaps:
-        model.__class__ = backbone.swaps[type(model)]  # type: ignore[assignment]
-    model.reduction = method
+    method = kind(config, layout).train(tower.training)
+    method.to(next(tower.parameters()).device)
+    if type(tower) in backbone.swaps:
+        tower.__class__ = backbone.swaps[type(tower)]
+    tower.reduction = method
     return model
 
 
@@ -57,20 +57,37 @@ def restore_(model: Model) -> Model:
     Raises:
         UserError: the model is a compiled one.
     """
-    if isinstance(getattr(model, "_orig_mod", None), Reduced):
+    if is_reduced(getattr(model, "_orig_mod", nn.Identity())):
         raise UserError("a compiled model cannot be restored; restore the model that was compiled")
-    if isinstance(model, Reduced):
-        del model.reduction
+    tower: Any = tower_of(model)
+    if is_reduced(model):
+        del tower.reduction
         swaps = find_backbone(model).swaps
-        model.__class__ = next(plain for plain, reduced in swaps.items() if reduced is type(model))
+        tower.__class__ = next(plain for plain, reduced in swaps.items() if reduced is type(tower))
     return model
 
 
 def base_of(model: Model) -> Model:
     """The unpruned model as a second object that shares every weight with the first."""
-    base = copy.copy(model)
-    base._modules = dict(model._modules)
+    tower = tower_of(model)
+    path = next(name for name, module in model.named_modules() if module is tower)
+    base: Model = _twin(model)
+    inner: Any = base
+    for name in path.split(".") if path else []:  # what lies on the way to the tower is copied too
+        inner._modules[name] = inner = _twin(inner._modules[name])
     return restore_(base)
+
+
+def _twin(module: Any) -> Any:
+    """A second object with the same parameters and the same submodules."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin
+
+
+def is_reduced(model: nn.Module) -> bool:
+    """Whether there is a reduction on a model."""
+    return isinstance(tower_of(model), Reduced)
 
 
 def reduction_of(model: nn.Module) -> Method:
@@ -79,11 +96,12 @@ def reduction_of(model: nn.Module) -> Method:
     Raises:
         UserError: the model is not reduced.
     """
-    if not isinstance(model, Reduced):
-        inside = isinstance(getattr(model, "_orig_mod", None), Reduced)
+    tower = tower_of(model)
+    if not isinstance(tower, Reduced):
+        inside = is_reduced(getattr(model, "_orig_mod", nn.Identity()))
         hint = "give the model that was compiled" if inside else "call tntprune.reduce_ first"
         raise UserError(f"{type(model).__name__} is not reduced; {hint}")
-    return model.reduction
+    return tower.reduction
 
 
 def inherit(method: Method, learned: dict[str, torch.Tensor]) -> None:

@@ -69,11 +69,14 @@ def record(model: nn.Module) -> Iterator[Trace]:
     Raises:
         UserError: the model is not reduced.
     """
+    from tntprune.backbones.base import tower_of  # which itself has to know what a trace is
+
     inner: Any = getattr(model, "_orig_mod", model)
-    if not hasattr(inner, "reduction"):
+    tower: Any = tower_of(inner)
+    if not hasattr(tower, "reduction"):
         raise UserError(f"{type(inner).__name__} is not reduced; call tntprune.reduce_ first")
-    outer, inner.trace = inner.trace, Trace()
+    outer, tower.trace = tower.trace, Trace()
     try:
-        yield inner.trace
+        yield tower.trace
     finally:
-        inner.trace = outer
+        tower.trace = outer

@@ -19,7 +19,6 @@ from tntprune.backbones.base import Answer, find_backbone
 from tntprune.errors import UsageError, UserError
 from tntprune.reduce import base_of, device_of, reduction_of
 
-PREFIX = "reduction."  # of the names of a reduction's parameters in a reduced model
 MAX_SEED = 2**32 - 1  # times the step's number it still fits torch's 64 bits
 
 
@@ -136,6 +135,7 @@ class Trainer:
         self.device = device_of(model)
         self.bf16 = training.on(self.device).amp == "bf16"
         self.learned = dict(learned_parameters(model, tunes))
+        self.own = set(self.method.parameters())
         self.optimizer = create_optimizer_v2(
             self.groups(), opt="adamw", lr=training.lr, weight_decay=training.weight_decay
         )
@@ -149,7 +149,7 @@ class Trainer:
         unweighed: set[str] = getattr(self.model, "no_weight_decay", set)()
         found: dict[tuple[bool, bool], dict[str, Any]] = {}
         for name, parameter in self.learned.items():
-            own = name.startswith(PREFIX)
+            own = parameter in self.own
             decays = parameter.ndim > 1 and not name.endswith(".bias") and name not in unweighed
             scale = 1.0 if own else self.training.backbone_lr / self.training.lr
             decay = self.training.weight_decay if decays else 0.0
@@ -167,8 +167,8 @@ class Trainer:
         self.schedule.step_update(number)
         self.method.trained = number / self.total
         thawed = number * self.training.epochs >= self.training.freeze_epochs * self.total
-        for name, parameter in self.learned.items():
-            parameter.requires_grad_(thawed or name.startswith(PREFIX))
+        for parameter in self.learned.values():
+            parameter.requires_grad_(thawed or parameter in self.own)
         images = images.to(self.device, non_blocking=True)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             loss = self.loss(images, labels)
@@ -212,8 +212,9 @@ class Trainer:
 
 def learned_parameters(model: nn.Module, tunes: bool) -> Iterator[tuple[str, nn.Parameter]]:
     """What a training changes: the reduction's parameters, and the model's own if it is trained too."""
+    own = set(reduction_of(model).parameters())
     for name, parameter in model.named_parameters():
-        if tunes or name.startswith(PREFIX):
+        if tunes or parameter in own:
             yield name, parameter
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from tntprune.schedule import Place
 from tntprune.tokens import Tokens, start
 from tntprune.trace import Trace
 
-FAMILIES = ("timm_vit",)  # the files of this folder, in the order in which they are asked
+FAMILIES = {"timm": ("timm_vit",), "transformers": ()}  # the files of this folder, by the package of their models
 
 
 class BlockCost(NamedTuple):
@@ -63,9 +64,24 @@ class Answer(NamedTuple):
 
 
 class Backbone(ABC):
-    """One family. `swaps` maps each class of the family to the static subclass that a reduced model takes on."""
+    """One family of models.
+
+    Args:
+        swaps: Each class whose tokens can be reduced, to the static subclass that it takes on.
+        holders: Classes of models that have such a one inside, to the dotted name under which it is there.
+    """
 
     swaps: ClassVar[dict[type[nn.Module], type[nn.Module]]]
+    holders: ClassVar[dict[type[nn.Module], str]] = {}
+
+    def knows(self, model: nn.Module) -> bool:
+        """Whether this adapter is for such a model, reduced or not."""
+        return any(type(model) in classes for classes in (self.swaps, self.swaps.values(), self.holders))
+
+    def tower(self, model: nn.Module) -> nn.Module:
+        """The module whose tokens are reduced: the model itself, or the part of it that sees the images."""
+        inside = self.holders.get(type(model))
+        return model if inside is None else model.get_submodule(inside)
 
     @abstractmethod
     def obstacle(self, model: nn.Module) -> str | None:
@@ -90,15 +106,35 @@ def find_backbone(model: nn.Module) -> Backbone:
     Raises:
         UserError: no adapter knows the model's class, or something about the model is not supported.
     """
-    adapters: list[Backbone] = [import_module(f"tntprune.backbones.{name}").ADAPTER for name in FAMILIES]
-    for adapter in adapters:
-        if type(model) in adapter.swaps or type(model) in adapter.swaps.values():
-            if reason := adapter.obstacle(model):
-                raise UserError(f"{reason} is not supported")
-            return adapter
-    known = ", ".join(f"{c.__module__.split('.')[0]} {c.__name__}" for a in adapters for c in a.swaps)
+    adapter = _knowing(model)
+    if adapter is not None:
+        if reason := adapter.obstacle(model):
+            raise UserError(f"{reason} is not supported")
+        return adapter
+    packages = [package for package in FAMILIES if package in sys.modules]
+    classes = [c for package in packages for a in _adapters(package) for c in (*a.swaps, *a.holders)]
+    known = ", ".join(f"{c.__module__.split('.')[0]} {c.__name__}" for c in classes)
     hint = "; reduce the model before it is wrapped or compiled" if hasattr(model, "_orig_mod") else ""
     raise UserError(f"{type(model).__module__}.{type(model).__name__} is not supported; expected {known}{hint}")
+
+
+def tower_of(model: nn.Module) -> nn.Module:
+    """The module whose tokens are, or would be, reduced; the model itself where no adapter knows it."""
+    adapter = _knowing(model)
+    return model if adapter is None else adapter.tower(model)
+
+
+def _knowing(model: nn.Module) -> Backbone | None:
+    """Asks only the adapters of the package that the model's class comes from, so that no other one is imported."""
+    for package in {kind.__module__.split(".")[0] for kind in type(model).__mro__}:
+        for adapter in _adapters(package):
+            if adapter.knows(model):
+                return adapter
+    return None
+
+
+def _adapters(package: str) -> list[Backbone]:
+    return [import_module(f"tntprune.backbones.{name}").ADAPTER for name in FAMILIES.get(package, ())]
 
 
 class Halves(NamedTuple):
@@ -116,6 +152,9 @@ class Halves(NamedTuple):
     mlp: Callable[[torch.Tensor], torch.Tensor]
 
 
+Visit = Callable[[int, Tokens], None]
+
+
 class Reduced:
     """What the reduced class of every family has besides its family's own class."""
 
@@ -125,48 +164,69 @@ class Reduced:
     num_prefix_tokens: int
     grad_checkpointing: bool
 
-    def embed(self, images: torch.Tensor) -> torch.Tensor:
-        """Images to (B, prefix + N, D)."""
+    def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
+        """Images to (B, prefix + N, D), and to what every block needs to know of the places: None if nothing."""
         raise NotImplementedError
 
-    def halves(self, block: Any) -> Halves:
+    def placed(self, places: Any, index: torch.Tensor) -> Any:
+        """Of what `embed` gave for all places, that for the tokens at `index`, (B, n), NOWHERE among them."""
+        raise NotImplementedError
+
+    def whole(self, number: int, x: torch.Tensor, places: Any) -> torch.Tensor:
+        """One block, (B, n, D) to (B, n, D)."""
+        return self.blocks[number - 1](x)  # type: ignore[no-any-return]
+
+    def halves(self, number: int, places: Any) -> Halves:
         """One block in two halves."""
         raise NotImplementedError
 
-    def walk(self, images: torch.Tensor) -> Tokens:
-        """From images to the tokens that leave the last block, before the final norm."""
+    def walk(self, images: torch.Tensor, visit: Visit | None = None, **options: Any) -> Tokens:
+        """From images to the tokens that leave the last block, before the final norm.
+
+        Args:
+            images: (B, C, H, W).
+            visit: Called with the number of each block, 0 for the embedding, and the tokens that leave it.
+            **options: For `embed`.
+        """
         trace = self.trace
         if trace is not None:
             trace.begin()
-        tokens = start(self.embed(images), self.num_prefix_tokens, follow=trace is not None)
+        x, everywhere = self.embed(images, **options)
+        tokens = start(x, self.num_prefix_tokens, follow=trace is not None or visit is not None)
         plan = self.reduction.plan(tokens.count)
-        before, tokens = tokens, self.reduction(tokens, Place(0), plan)
+        before, places = tokens, everywhere
+        tokens = self.reduction(tokens, Place(0), plan)
         for number in range(len(self.blocks) + 1):
             if number and self.grad_checkpointing and torch.is_grad_enabled() and tokens.x.requires_grad:
-                tokens = checkpoint(self.run_block, tokens, number, plan, use_reentrant=False)
+                tokens = checkpoint(self.run_block, tokens, number, plan, places, use_reentrant=False)
             elif number:
-                tokens = self.run_block(tokens, number, plan)
-            if trace is not None and tokens.index is not before.index:
-                trace.add(number, tokens)
+                tokens = self.run_block(tokens, number, plan, places)
+            if tokens.index is not before.index:
+                if trace is not None:
+                    trace.add(number, tokens)
+                if everywhere is not None:
+                    places = self.placed(everywhere, tokens.index)
+            if visit is not None:
+                visit(number, tokens)
             before = tokens
         if trace is not None:
             trace.count(tokens)
             trace.ended = True
         return tokens
 
-    def run_block(self, tokens: Tokens, number: int, plan: Plan) -> Tokens:
+    def run_block(self, tokens: Tokens, number: int, plan: Plan, places: Any) -> Tokens:
         """One block and what is done to the tokens in it and after it: whole, unless somebody has to look inside."""
-        block, reduction = self.blocks[number - 1], self.reduction
+        reduction = self.reduction
         sees, bias = reduction.sees(number, plan), reduction.bias(tokens)
         if self.trace is not None:
             self.trace.count(tokens)
         inside = Place(number, inside=True)
         if not sees and bias is None and inside not in plan:
-            out = replace(tokens, x=block(tokens.x))
+            out = replace(tokens, x=self.whole(number, tokens.x, places))
             if self.trace is not None:
                 self.trace.count(tokens)
             return reduction(out, Place(number), plan)  # type: ignore[no-any-return]
-        halves = self.halves(block)
+        halves = self.halves(number, places)
         heads = halves.open(tokens.x, bias)
         if sees == "map":
             heads = replace(heads, attention=heads.map())

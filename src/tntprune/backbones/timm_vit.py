@@ -26,12 +26,12 @@ from tntprune.tokens import Tokens, start
 class _ReducedTimm(Reduced):
     """forward and forward_features as timm has them, with the reduction in between."""
 
-    def embed(self: Any, images: torch.Tensor) -> torch.Tensor:
-        x = self._pos_embed(self.patch_embed(images))
-        out: torch.Tensor = self.norm_pre(x)
-        return out
+    def embed(self: Any, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+        return self.norm_pre(self._pos_embed(self.patch_embed(images))), None
 
-    def halves(self, block: Any) -> Halves:
+    def halves(self, number: int, places: Any) -> Halves:
+        block: Any = self.blocks[number - 1]
+
         def open_(x: torch.Tensor, bias: torch.Tensor | None) -> Heads:
             return _heads(block.attn, x if isinstance(block, ResPostBlock) else block.norm1(x), bias)
 
