@@ -12,7 +12,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before timm is imported: the Hub's client 
 import pytest
 import timm
 import torch
+from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 
 torch.set_num_threads(1)
@@ -40,6 +42,32 @@ BACKBONES: dict[str, Callable[[], torch.nn.Module]] = {
     "non_square": lambda: VisionTransformer(**{**SMALL, "img_size": (24, 40)}),
     "dynamic": lambda: VisionTransformer(**SMALL, dynamic_img_size=True),
     "patch_8x4": lambda: VisionTransformer(**{**SMALL, "patch_size": (8, 4)}),
+    "eva02": lambda: Eva(
+        **SMALL, use_rot_pos_emb=True, ref_feat_shape=4, swiglu_mlp=True, scale_mlp=True, qkv_fused=False
+    ),
+    "dinov3": lambda: Eva(
+        **SMALL,
+        use_rot_pos_emb=True,
+        rope_type="dinov3",
+        rope_rotate_half=True,
+        use_abs_pos_emb=False,
+        num_reg_tokens=4,
+        global_pool="token",
+        qkv_bias=False,
+        init_values=0.1,
+        dynamic_img_size=True,
+    ),
+    "rope_mixed": lambda: Eva(
+        **SMALL,
+        use_rot_pos_emb=True,
+        rope_type="mixed",
+        attn_type="rope",
+        scale_attn_inner=True,
+        qk_norm=True,
+        class_token=False,
+        global_pool="map",
+    ),
+    "beit": lambda: Beit(**SMALL, use_rel_pos_bias=True, init_values=0.1, use_abs_pos_emb=False),
     "test_vit": lambda: timm.create_model("test_vit", num_classes=7, img_size=64),
     "test_vit2": lambda: timm.create_model("test_vit2", num_classes=7, img_size=64),
     "test_vit3": lambda: timm.create_model("test_vit3", num_classes=7, img_size=64),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from timm.models.beit import Beit
+from timm.models.eva import Eva
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 
 import tntprune
@@ -13,20 +15,20 @@ from tntprune.attention import Heads, log_size
 from tntprune.backbones.base import find_backbone
 
 
-def opened(model, x, bias=None):
-    """The blocks of a reduced model, each with what its halves give and what it gives whole."""
-    for number, block in enumerate(model.blocks, 1):
-        halves = model.halves(number, None)
-        heads = halves.open(x, bias)
-        yield block, heads, halves.mlp(halves.close(x, heads.output())), block(x, attn_mask=bias)
-        x = block(x)
+def opened(model):
+    """The blocks of a reduced model: what the halves of each give, and what it gives whole."""
+    x, places = model.embed(photos_for(model))
+    for number in range(1, len(model.blocks) + 1):
+        halves = model.halves(number, places)
+        out, halved = halves.open(x, None).output(), model.whole(number, x, places)
+        yield halves.mlp(halves.close(x, out)), halved
+        x = halved
 
 
 def test_the_halves_of_a_block_are_the_block_bit_for_bit(model):
     reduce_(model, Random(at=2))
     with torch.inference_mode():
-        x = model.embed(photos_for(model))[0]
-        for _, _, halved, whole in opened(model, x):
+        for halved, whole in opened(model):
             assert torch.equal(halved, whole)
 
 
@@ -35,18 +37,28 @@ def test_without_fused_attention_too(model):
         block.attn.fused_attn = False
     reduce_(model, Random(at=2))
     with torch.inference_mode():
-        for _, _, halved, whole in opened(model, model.embed(photos_for(model))[0]):
+        for halved, whole in opened(model):
             torch.testing.assert_close(halved, whole, atol=1e-5, rtol=1e-5)
 
 
 def test_a_bias_is_what_timm_calls_a_mask(model):
     reduce_(model, Random(at=2))
     with torch.inference_mode():
-        x = model.embed(photos_for(model))[0]
+        x, places = model.embed(photos_for(model))
         size = torch.randint(0, 4, (len(x), x.shape[1] - model.num_prefix_tokens)).float()
         size[:, 0] = 1  # something is left to look at where there is no prefix token
-        for _, _, halved, whole in opened(model, x, log_size(size, model.num_prefix_tokens, proportional=True)):
+        bias = log_size(size, model.num_prefix_tokens, proportional=True)
+        for number, block in enumerate(model.blocks, 1):
+            if isinstance(model, Eva):
+                whole = block(x, rope=model.rope_of(number, places), attn_mask=bias)
+            elif isinstance(model, Beit):
+                whole = block(x, shared_rel_pos_bias=bias)
+            else:
+                whole = block(x, attn_mask=bias)
+            halves = model.halves(number, places)
+            halved = halves.mlp(halves.close(x, halves.open(x, bias).output()))
             torch.testing.assert_close(halved, whole, atol=1e-5, rtol=1e-5)
+            x = whole
 
 
 def test_rows_and_the_map_are_softmax_row_by_row():

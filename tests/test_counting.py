@@ -47,6 +47,10 @@ COUNTED = [
     "pre_norm",
     "non_square",
     "patch_8x4",
+    "eva02",
+    "dinov3",
+    "rope_mixed",
+    "beit",
     "test_vit",
     "test_vit2",
 ]

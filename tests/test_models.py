@@ -5,10 +5,10 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.models import vision_transformer
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
 from conftest import SMALL, make, photos_for
-from tntprune import models
 from tntprune.errors import UsageError, UserError
 from tntprune.models import check_device, check_name, load_model, load_weights, shape_of
 
@@ -146,7 +146,7 @@ def test_an_error_of_timm_without_a_message_still_gives_a_line(file, monkeypatch
     def fail(*arguments):
         raise AssertionError
 
-    monkeypatch.setattr(models, "checkpoint_filter_fn", fail)
+    monkeypatch.setattr(vision_transformer, "checkpoint_filter_fn", fail)
     refused(lambda: load_weights(make("plain"), file(weights_of(make("plain"))), "small"), "(AssertionError)")
 
 

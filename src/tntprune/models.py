@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import logging
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
-from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 
 from tntprune.backbones.vit16 import vit16
@@ -76,8 +78,7 @@ def load_weights(model: nn.Module, path: Path, name: str) -> None:
     """
     tensors = loaded = read_weights(path)
     try:
-        if hasattr(model, "patch_embed"):
-            tensors = checkpoint_filter_fn(loaded, model)
+        tensors = _filter_of(model)(loaded, model)
     except Exception as error:  # timm's filter fails in many ways on weights of another kind of model
         raise UserError(f"{path}: not weights of {name} ({_first_line(error)})") from None
     wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
@@ -108,6 +109,15 @@ def check_device(device: str) -> torch.device:
         reason = _first_line(error)
         raise UsageError(f"device {device!r} cannot be used ({reason}); expected cpu, cuda or mps") from None
     return target
+
+
+def _filter_of(model: nn.Module) -> Callable[[dict[str, torch.Tensor], nn.Module], dict[str, torch.Tensor]]:
+    """What timm does to a file of weights before it loads them; each family has its own beside its class."""
+    for kind in type(model).__mro__:
+        found: Any = getattr(sys.modules[kind.__module__], "checkpoint_filter_fn", None)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    return lambda tensors, model: tensors
 
 
 def _is_timm(name: str) -> bool:

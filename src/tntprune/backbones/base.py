@@ -20,7 +20,10 @@ from tntprune.schedule import Place
 from tntprune.tokens import Tokens, start
 from tntprune.trace import Trace
 
-FAMILIES = {"timm": ("timm_vit",), "transformers": ()}  # the files of this folder, by the package of their models
+FAMILIES = {  # the files of this folder, by the package of their models
+    "timm": ("timm_vit", "timm_eva", "timm_beit"),
+    "transformers": ("hf_vit", "hf_dinov2", "hf_clip", "hf_siglip"),
+}
 
 
 class BlockCost(NamedTuple):
@@ -67,7 +70,8 @@ class Backbone(ABC):
     """One family of models.
 
     Args:
-        swaps: Each class whose tokens can be reduced, to the static subclass that it takes on.
+        swaps: Each class whose tokens can be reduced, to the static subclass that it takes on; and each holder that
+            has to do something differently too.
         holders: Classes of models that have such a one inside, to the dotted name under which it is there.
     """
 
@@ -80,8 +84,12 @@ class Backbone(ABC):
 
     def tower(self, model: nn.Module) -> nn.Module:
         """The module whose tokens are reduced: the model itself, or the part of it that sees the images."""
-        inside = self.holders.get(type(model))
+        inside = next((path for kind, path in self.holders.items() if isinstance(model, kind)), None)
         return model if inside is None else model.get_submodule(inside)
+
+    def classes(self, model: nn.Module) -> int:
+        """How many classes the model tells apart; 0 where it gives an embedding instead."""
+        return int(getattr(model, "num_classes", 0))
 
     @abstractmethod
     def obstacle(self, model: nn.Module) -> str | None:
@@ -99,6 +107,16 @@ class Backbone(ABC):
     def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
         """Everything that training looks at, of a model that is reduced or not."""
 
+    def grid(self, model: nn.Module, images: torch.Tensor) -> tuple[int, int]:
+        """Rows and columns of patches that such images have in a model that is reduced or not.
+
+        Raises:
+            UserError: the model takes no images of that size.
+        """
+        tower: Any = self.tower(model)
+        kind: Any = self.swaps.get(type(tower), type(tower))  # the reduced class knows it, and asks only the modules
+        return kind.grid(tower, images)  # type: ignore[no-any-return]
+
 
 def find_backbone(model: nn.Module) -> Backbone:
     """The adapter of a model, reduced or not.
@@ -112,7 +130,7 @@ def find_backbone(model: nn.Module) -> Backbone:
             raise UserError(f"{reason} is not supported")
         return adapter
     packages = [package for package in FAMILIES if package in sys.modules]
-    classes = [c for package in packages for a in _adapters(package) for c in (*a.swaps, *a.holders)]
+    classes = [c for package in packages for a in _adapters(package) for c in {**a.swaps, **a.holders}]
     known = ", ".join(f"{c.__module__.split('.')[0]} {c.__name__}" for c in classes)
     hint = "; reduce the model before it is wrapped or compiled" if hasattr(model, "_orig_mod") else ""
     raise UserError(f"{type(model).__module__}.{type(model).__name__} is not supported; expected {known}{hint}")
@@ -180,32 +198,76 @@ class Reduced:
         """One block in two halves."""
         raise NotImplementedError
 
-    def walk(self, images: torch.Tensor, visit: Visit | None = None, **options: Any) -> Tokens:
+    def grid(self: Any, images: torch.Tensor) -> tuple[int, int]:
+        """Rows and columns of patches that such images have. Also asked of a model that is not reduced.
+
+        Raises:
+            UserError: the model takes no images of that size, or does not say.
+        """
+        embed = getattr(self, "patch_embed", None)
+        if not hasattr(embed, "dynamic_feat_size"):
+            raise UserError(f"{type(self).__name__} does not tell its grid; expected a model with timm's patch_embed")
+        given = tuple(images.shape[-2:])
+        if embed.strict_img_size and given != tuple(embed.img_size or given):
+            raise UserError(
+                f"images of {given[0]} x {given[1]}: the model takes {embed.img_size[0]} x {embed.img_size[1]}; "
+                "expected that size, or a model created with img_size= or dynamic_img_size=True"
+            )
+        height, width = embed.patch_size
+        if not embed.dynamic_img_pad and (given[0] % height or given[1] % width) and not embed.strict_img_size:
+            raise UserError(
+                f"images of {given[0]} x {given[1]}: no whole number of patches of {height} x {width}; "
+                "expected multiples of that, or a model created with dynamic_img_pad=True"
+            )
+        rows, columns = embed.dynamic_feat_size(given)
+        return rows, columns
+
+    def final(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """The model's last norm."""
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def walk(
+        self,
+        images: torch.Tensor,
+        visit: Visit | None = None,
+        made: Visit | None = None,
+        follow: bool = False,
+        last: int | None = None,
+        **options: Any,
+    ) -> Tokens:
         """From images to the tokens that leave the last block, before the final norm.
 
         Args:
             images: (B, C, H, W).
-            visit: Called with the number of each block, 0 for the embedding, and the tokens that leave it.
+            visit: Called with the number of each block, 0 for the embedding, and the tokens that leave it, without
+                those that are dropped after it.
+            made: Called likewise, and before `visit`, with the tokens that it computed, before any is dropped after it.
+            follow: Keep `Tokens.source`; done anyway for a visitor or a trace.
+            last: The last block to run; None for all.
             **options: For `embed`.
         """
         trace = self.trace
         if trace is not None:
             trace.begin()
         x, everywhere = self.embed(images, **options)
-        tokens = start(x, self.num_prefix_tokens, follow=trace is not None or visit is not None)
+        follow = follow or any(watcher is not None for watcher in (trace, visit, made))
+        tokens = start(x, self.num_prefix_tokens, follow)
         plan = self.reduction.plan(tokens.count)
-        before, places = tokens, everywhere
+        before = fresh = tokens
+        places = everywhere
         tokens = self.reduction(tokens, Place(0), plan)
-        for number in range(len(self.blocks) + 1):
+        for number in range((len(self.blocks) if last is None else last) + 1):
             if number and self.grad_checkpointing and torch.is_grad_enabled() and tokens.x.requires_grad:
-                tokens = checkpoint(self.run_block, tokens, number, plan, places, use_reentrant=False)
+                fresh, tokens = checkpoint(self.run_block, tokens, number, plan, places, use_reentrant=False)
             elif number:
-                tokens = self.run_block(tokens, number, plan, places)
+                fresh, tokens = self.run_block(tokens, number, plan, places)
             if tokens.index is not before.index:
                 if trace is not None:
                     trace.add(number, tokens)
-                if everywhere is not None:
+                if everywhere is not None and number < len(self.blocks):
                     places = self.placed(everywhere, tokens.index)
+            if made is not None:
+                made(number, fresh)
             if visit is not None:
                 visit(number, tokens)
             before = tokens
@@ -214,8 +276,12 @@ class Reduced:
             trace.ended = True
         return tokens
 
-    def run_block(self, tokens: Tokens, number: int, plan: Plan, places: Any) -> Tokens:
-        """One block and what is done to the tokens in it and after it: whole, unless somebody has to look inside."""
+    def run_block(self, tokens: Tokens, number: int, plan: Plan, places: Any) -> tuple[Tokens, Tokens]:
+        """One block and what is done to the tokens in it and after it: whole, unless somebody has to look inside.
+
+        Returns:
+            The tokens that the block computed, and what is left of them after it.
+        """
         reduction = self.reduction
         sees, bias = reduction.sees(number, plan), reduction.bias(tokens)
         if self.trace is not None:
@@ -225,7 +291,7 @@ class Reduced:
             out = replace(tokens, x=self.whole(number, tokens.x, places))
             if self.trace is not None:
                 self.trace.count(tokens)
-            return reduction(out, Place(number), plan)  # type: ignore[no-any-return]
+            return out, reduction(out, Place(number), plan)
         halves = self.halves(number, places)
         heads = halves.open(tokens.x, bias)
         if sees == "map":
@@ -235,11 +301,4 @@ class Reduced:
         if self.trace is not None:
             self.trace.count(tokens)
         tokens = replace(tokens, x=halves.mlp(tokens.x))
-        return reduction(tokens, Place(number), plan, heads)  # type: ignore[no-any-return]
-
-    def forward_intermediates(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: timm would fold the remaining tokens into a false grid, without an error."""
-        raise UserError(
-            "forward_intermediates needs the full grid of tokens; call tntprune.restore_ first, "
-            "or read what is left with forward_features and tntprune.record"
-        )
+        return tokens, reduction(tokens, Place(number), plan, heads)

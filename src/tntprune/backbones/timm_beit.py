@@ -1,0 +1,114 @@
+"""timm's Beit: BEiT and BEiT v2.
+
+The relative position bias, of each block or shared by all, is gathered for the pairs of tokens that are left. What a
+token of many patches adds to the logits comes on top of it. Any window but the whole grid is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.models.beit import Attention, Beit, Block
+
+from tntprune.attention import Heads
+from tntprune.backbones.base import Halves
+from tntprune.backbones.timm_base import ReducedTimm, Timm
+from tntprune.backbones.timm_block import halves, heads_of
+
+
+class Pairs(NamedTuple):
+    """What the logits of each pair of tokens get by their places.
+
+    Args:
+        shared: The bias that all blocks share, (1, heads, 1 + N, 1 + N), or (B, heads, 1 + n, 1 + n) of the tokens
+            that there are; None if there is none.
+        rows: (B, 1 + n, 1 + n), where each pair's bias stands in the blocks' own tables, one past their end for a
+            pair without a place; None if all tokens are there.
+    """
+
+    shared: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+
+class ReducedBeit(ReducedTimm, Beit):  # type: ignore[misc]
+    """A Beit whose forward drops or merges tokens."""
+
+    def embed(self: Any, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Pairs | None]:
+        x = self.patch_embed(images)
+        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1)  # (B, 1 + N, D)
+        if self.pos_embed is not None:
+            x = x + self.pos_embed
+        shared = None if self.rel_pos_bias is None else self.rel_pos_bias()[None]
+        return self.pos_drop(x), None if _biased(self) is None else Pairs(shared)
+
+    def placed(self: Any, places: Pairs, index: torch.Tensor) -> Pairs:
+        biased: Any = _biased(self)
+        rows, nowhere = biased.relative_position_index, len(biased.relative_position_bias_table)
+        rows = F.pad(rows, (0, 1, 0, 1), value=nowhere)  # (1 + N + 1, 1 + N + 1), the last for tokens without a place
+        token = F.pad(torch.where(index < 0, rows.shape[0] - 2, index) + 1, (1, 0))  # (B, 1 + n), the CLS token first
+        rows = rows[token[:, :, None], token[:, None]]  # (B, 1 + n, 1 + n)
+        if self.rel_pos_bias is None:
+            return Pairs(None, rows)
+        return Pairs(_bias(self.rel_pos_bias, rows), rows)
+
+    def whole(self, number: int, x: torch.Tensor, places: Pairs | None) -> torch.Tensor:
+        block: Any = self.blocks[number - 1]
+        if places is None or places.rows is None or block.attn.relative_position_bias_table is None:
+            return block(x, shared_rel_pos_bias=None if places is None else places.shared)  # type: ignore[no-any-return]
+        opened = self.halves(number, places)  # timm's block would take its bias for all places
+        return opened.mlp(opened.close(x, opened.open(x, None).output()))
+
+    def halves(self, number: int, places: Pairs | None) -> Halves:
+        block: Any = self.blocks[number - 1]
+
+        def heads(x: torch.Tensor, bias: torch.Tensor | None) -> Heads:
+            own = None
+            if block.attn.relative_position_bias_table is not None and places is not None:
+                rows = places.rows
+                own = block.attn._get_rel_pos_bias() if rows is None else _bias(block.attn, rows)
+            return heads_of(block.attn, x, _sum(_sum(own, None if places is None else places.shared), bias))
+
+        return halves(block, heads)
+
+
+def _bias(biased: Any, rows: torch.Tensor) -> torch.Tensor:
+    """(B, m, m) rows of a table of biases to (B, heads, m, m)."""
+    table = F.pad(biased.relative_position_bias_table, (0, 0, 0, 1))  # a last row of zeros
+    return F.embedding(rows, table).permute(0, 3, 1, 2)
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+def _biased(model: Any) -> Any:
+    """A module with a table of biases; the pairs' rows are the same in all of them."""
+    own = [block.attn for block in model.blocks if block.attn.relative_position_bias_table is not None]
+    return model.rel_pos_bias if model.rel_pos_bias is not None or not own else own[0]
+
+
+class TimmBeit(Timm):
+    """The adapter."""
+
+    family = "timm Beit"
+    swaps: ClassVar = {Beit: ReducedBeit}
+
+    def obstacle(self, model: Any) -> str | None:
+        for block in model.blocks:
+            if type(block) is not Block:
+                return f"block {type(block).__name__} (supported: Block)"
+            if type(block.attn) is not Attention:
+                return f"attention {type(block.attn).__name__} (supported: Attention)"
+        grid = tuple(model.patch_embed.grid_size)
+        for biased in (model.rel_pos_bias, *(block.attn for block in model.blocks)):
+            window = getattr(biased, "window_size", None)
+            if window is not None and tuple(window) != grid:
+                return f"a relative position bias over {window[0]} x {window[1]} of {grid[0]} x {grid[1]} patches"
+        return super().obstacle(model)
+
+
+ADAPTER = TimmBeit()

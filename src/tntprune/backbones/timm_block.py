@@ -1,0 +1,133 @@
+"""One block of timm's in two halves, and what it costs.
+
+The blocks of ViT, EVA and BEiT differ in names more than in what they do: fused or separate projections, biases that
+are parameters of their own, LayerScale as a module or as a parameter, norms and a gate that may be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tntprune.attention import Heads
+from tntprune.backbones.base import BlockCost, Halves
+
+Turn = Callable[[torch.Tensor], torch.Tensor]
+
+
+def halves(block: Any, heads: Callable[[torch.Tensor, torch.Tensor | None], Heads], post_norm: bool = False) -> Halves:
+    """A block with `norm1`, `attn`, `norm2` and `mlp`, opened between attention and MLP.
+
+    Args:
+        block: Of any of timm's kinds that has these.
+        heads: What goes into its attention, (B, n, D), and a bias, to queries, keys and values.
+        post_norm: Whether its norms come after attention and MLP instead of before.
+    """
+
+    def open_(x: torch.Tensor, bias: torch.Tensor | None) -> Heads:
+        return heads(x if post_norm else block.norm1(x), bias)
+
+    def close(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if post_norm:
+            return x + block.drop_path1(block.norm1(_project(block.attn, out, x)))  # type: ignore[no-any-return]
+        gated = block.norm1(x) if getattr(block.attn, "gate", None) is not None else x
+        return x + block.drop_path1(_scale(block, 1, _project(block.attn, out, gated)))  # type: ignore[no-any-return]
+
+    def mlp(x: torch.Tensor) -> torch.Tensor:
+        if post_norm:
+            return x + block.drop_path2(block.norm2(block.mlp(x)))  # type: ignore[no-any-return]
+        return x + block.drop_path2(_scale(block, 2, block.mlp(block.norm2(x))))  # type: ignore[no-any-return]
+
+    return Halves(open_, close, mlp)
+
+
+def heads_of(attention: Any, x: torch.Tensor, bias: torch.Tensor | None, turn: Turn | None = None) -> Heads:
+    """(B, n, D) to queries, keys and values, (B, heads, n, head_dim) each.
+
+    Args:
+        attention: The module.
+        x: What goes into it.
+        bias: For `Heads`.
+        turn: What is done to queries and to keys by their place, if anything.
+    """
+    query, key, value = _projected(attention, x)
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    if turn is not None:
+        query, key = turn(query), turn(key)
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1:  # several heads of queries to one of keys and values
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    dropout = attention.attn_drop.p if attention.training else 0.0
+    return Heads(query, key, value, attention.scale, bias, fused=attention.fused_attn, dropout=dropout)
+
+
+def _projected(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(B, n, D) to (B, heads, n, head_dim) three times; of keys and values there may be fewer heads."""
+    width = attention.proj.in_features // attention.num_heads
+    if attention.qkv is None:
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        return tuple(part(x).unflatten(2, (-1, width)).transpose(1, 2) for part in parts)
+    query_bias = getattr(attention, "q_bias", None)
+    if query_bias is None:
+        qkv = attention.qkv(x)
+    else:
+        bias = torch.cat([query_bias, attention.k_bias, attention.v_bias])
+        if attention.qkv_bias_separate:
+            qkv = attention.qkv(x) + bias
+        else:
+            qkv = F.linear(x, attention.qkv.weight, bias)
+    qkv = qkv.reshape(x.shape[0], x.shape[1], 3, attention.num_heads, width).permute(2, 0, 3, 1, 4)
+    return qkv.unbind(0)  # type: ignore[no-any-return]
+
+
+def _project(attention: Any, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What the heads give, (B, heads, n, head_dim), to (B, n, D); `x` is what went into the attention."""
+    out = out.transpose(1, 2).flatten(2)  # (B, n, heads * head_dim)
+    norm, gate = getattr(attention, "norm", None), getattr(attention, "gate", None)  # newer timm has the gate
+    if norm is not None:
+        out = norm(out)
+    if gate is not None:
+        out = out * gate(x).sigmoid()
+    projected: torch.Tensor = attention.proj_drop(attention.proj(out))
+    return projected
+
+
+def _scale(block: Any, half: int, x: torch.Tensor) -> torch.Tensor:
+    """LayerScale, where there is any."""
+    if hasattr(block, f"ls{half}"):
+        return getattr(block, f"ls{half}")(x)  # type: ignore[no-any-return]
+    gamma = getattr(block, f"gamma_{half}")
+    return x if gamma is None else gamma * x
+
+
+def block_cost(block: Any, width: int) -> BlockCost:
+    """What a block with `attn` and `mlp` costs; `width` is D."""
+    attention = block.attn
+    inner = attention.proj.in_features
+    keys = inner if attention.qkv is not None else attention.k_proj.out_features
+    norms = norm_cost(block.norm1, width)
+    for name, of in (("q_norm", inner), ("k_norm", keys), ("norm", inner)):
+        norms += norm_cost(getattr(attention, name, nn.Identity()), of)
+    hidden = getattr(block.mlp, "norm", nn.Identity())
+    return BlockCost(
+        attention=linears(attention) + norms,
+        pair=2 * inner,
+        mlp=linears(block.mlp)
+        + norm_cost(block.norm2, width)
+        + norm_cost(hidden, getattr(hidden, "weight", torch.empty(0)).numel()),
+    )
+
+
+def linears(module: nn.Module) -> int:
+    """What all linear layers of a module cost for one token."""
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+
+
+def norm_cost(module: nn.Module, width: int) -> int:
+    """What a norm over `width` elements costs, as fvcore counts a LayerNorm."""
+    return 0 if isinstance(module, nn.Identity) else 5 * width
