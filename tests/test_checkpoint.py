@@ -255,7 +255,7 @@ def test_a_hub_id_without_the_hub_gives_one_line(tmp_path, monkeypatch, source):
 
 
 def test_an_error_of_the_hub_without_a_message_still_gives_a_line(tmp_path, monkeypatch):
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise TimeoutError
 
     monkeypatch.chdir(tmp_path)
@@ -267,7 +267,7 @@ def test_an_error_of_the_hub_without_a_message_still_gives_a_line(tmp_path, monk
 def test_what_the_hub_gives_is_loaded(saved, tmp_path, monkeypatch):
     asked = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *names: asked.append(names) or str(saved))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *names, **options: asked.append(names) or str(saved))
     model = load_(make("plain"), "someone/something", keep=0.25)
     assert asked == [("someone/something", FILE)] and reduction_of(model).config == TNT(at=3, keep=0.25)
 

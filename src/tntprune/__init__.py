@@ -22,21 +22,22 @@ if TYPE_CHECKING:
     from tntprune.counting import macs
     from tntprune.errors import UsageError, UserError
     from tntprune.reduce import reduce_, restore_
+    from tntprune.share import push
     from tntprune.trace import record
     from tntprune.train import calibrate_
 
 __version__ = "0.1.0"
 __all__ = [
     "ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "UsageError", "UserError",
-    "ZeroTPrune", "calibrate_", "load_", "macs", "record", "reduce_", "restore_", "save", "vit16",
+    "ZeroTPrune", "calibrate_", "load_", "macs", "push", "record", "reduce_", "restore_", "save", "vit16",
 ]  # fmt: skip
 
 _HOMES = {
     **dict.fromkeys(
         ("ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune"), "config"
     ), "UsageError": "errors", "UserError": "errors", "calibrate_": "train",
-    "load_": "checkpoint", "macs": "counting", "record": "trace", "reduce_": "reduce", "restore_": "reduce",
-    "save": "checkpoint", "vit16": "backbones.vit16",
+    "load_": "checkpoint", "macs": "counting", "push": "share", "record": "trace", "reduce_": "reduce",
+    "restore_": "reduce", "save": "checkpoint", "vit16": "backbones.vit16",
 }  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""Saving a reduction and putting it on a model again: one small file in a folder or on the Hub."""
+"""Saving a reduction and putting it on a model again: one small file in a folder, on the Hub, or shipped."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors.torch import save as to_bytes
@@ -14,8 +14,14 @@ import tntprune
 from tntprune.backbones.base import find_backbone
 from tntprune.config import Combination, Config, from_dict, options, to_dict
 from tntprune.errors import UsageError, UserError
+from tntprune.fingerprint import identity
+from tntprune.hub import download
 from tntprune.reduce import base_of, inherit, reduce_, reduction_of
+from tntprune.shipped import SHIPPED, find_shipped
 from tntprune.storage import make_folder, read_metadata, read_weights, write
+
+if TYPE_CHECKING:
+    from tntprune.curve import Curve
 
 Model = TypeVar("Model", bound=nn.Module)
 FILE = "reducer.safetensors"
@@ -23,7 +29,9 @@ WEIGHTS = "model.safetensors"  # beside it, where the model itself was trained t
 EMPTY = "nothing"  # a safetensors file needs a tensor even where a method has none
 
 
-def save(model: nn.Module, folder: str | Path, made_by: str = "", weights: bool = False) -> Path:
+def save(
+    model: nn.Module, folder: str | Path, made_by: str = "", weights: bool = False, card: bool | Curve = False
+) -> Path:
     """Save a model's reduction: its configuration and what it learned, and not the model unless `weights` says so.
 
     Args:
@@ -31,6 +39,7 @@ def save(model: nn.Module, folder: str | Path, made_by: str = "", weights: bool 
         folder: Where to put `reducer.safetensors`; made if it is not there.
         made_by: A note to keep in the file, such as the options of the training.
         weights: Also save the model's own weights as `model.safetensors`, for one that was trained with its reduction.
+        card: Also write a model card, `README.md`, with what was measured if a `Curve` is given.
 
     Returns:
         The path of the file.
@@ -47,6 +56,7 @@ def save(model: nn.Module, folder: str | Path, made_by: str = "", weights: bool 
         "made_by": made_by,
         "config": json.dumps(to_dict(method.config)),
         "weights": WEIGHTS if weights else "",
+        "model": json.dumps(identity(model)),
         "backbone": json.dumps({"embed_dim": layout.embed_dim, "depth": layout.depth}),
     }
     if weights:
@@ -54,18 +64,26 @@ def save(model: nn.Module, folder: str | Path, made_by: str = "", weights: bool 
         write(folder / WEIGHTS, to_bytes(own))
     tensors = {name: value.detach().cpu().contiguous() for name, value in method.state_dict().items()}
     write(folder / FILE, to_bytes(tensors or {EMPTY: torch.zeros(1)}, metadata=about))
+    if card:
+        from tntprune.card import CARD, model_card
+
+        curve = None if isinstance(card, bool) else card
+        text = model_card(model, folder.resolve().name, made_by=made_by, curve=curve, weights=weights)
+        write(folder / CARD, text.encode())
     return folder / FILE
 
 
-def load_(model: Model, source: str | Path, *more: Config, **changes: Any) -> Model:
+def load_(model: Model, source: str | Path, *more: Config, revision: str | None = None, **changes: Any) -> Model:
     """Put a saved reduction on a model, in place.
 
     Where the model was trained together with its reduction, its weights are replaced too.
 
     Args:
         model: The model it was made for, or one of the same width and depth.
-        source: A folder, a file, or the id of a repository on the Hugging Face Hub.
+        source: A folder, a file, the id of a repository on the Hugging Face Hub (user/repo or user/repo@revision), or
+            "pretrained" for what comes with the library; a folder of that name is "./pretrained".
         *more: Further reductions, at places of their own, that need no training: see `reduce_`.
+        revision: Of the repository: a branch, a tag or a commit.
         **changes: Options to change, such as `at=3, keep=0.5, similar=25`.
 
     Returns:
@@ -75,7 +93,7 @@ def load_(model: Model, source: str | Path, *more: Config, **changes: Any) -> Mo
         UserError: nothing is there, it is broken, or it was made for a model of another width or depth.
         UsageError: an option does not exist or is out of range.
     """
-    config, tensors, path = read(source)
+    config, tensors, path = read(source, model, revision)
     for name, entry in options(type(config)).items():
         if entry.metadata["learned"] and changes.get(name, getattr(config, name)) != getattr(config, name):
             raise UsageError(
@@ -113,7 +131,8 @@ def load_(model: Model, source: str | Path, *more: Config, **changes: Any) -> Mo
 
 def _weights(source: str | Path, path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's own weights that go with a reduction."""
-    file = path.parent / WEIGHTS if Path(source).exists() else _download(str(source), WEIGHTS)
+    local = Path(source).exists()
+    file = path.parent / WEIGHTS if local else download(str(source).partition("@")[0], WEIGHTS, _commit(path))
     tensors = read_weights(file)
     wanted = {name: value.shape for name, value in base_of(model).state_dict().items()}
     if wanted != {name: value.shape for name, value in tensors.items()}:
@@ -121,19 +140,32 @@ def _weights(source: str | Path, path: Path, model: nn.Module) -> dict[str, torc
     return tensors
 
 
-def read(source: str | Path) -> tuple[Config, dict[str, torch.Tensor], Path]:
+def read(
+    source: str | Path, model: nn.Module | None = None, revision: str | None = None
+) -> tuple[Config, dict[str, torch.Tensor], Path]:
     """The configuration, the tensors and the local path of a saved reduction.
+
+    Args:
+        source: See `load_`.
+        model: The model it is for; only "pretrained" needs it.
+        revision: See `load_`.
 
     Raises:
         UserError: nothing is there, or it is broken or not a reduction.
     """
-    path = _locate(source)
+    path = _locate(source, model, revision)
     about = read_metadata(path)
     if "config" not in about or "backbone" not in about:
         raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
     tensors = read_weights(path)
     tensors.pop(EMPTY, None)
     return from_dict(_parse(path, about["config"])), tensors, path
+
+
+def made_by(path: Path) -> tuple[str, bool]:
+    """The note in a saved file on how it was made, and whether the model's own weights lie beside it."""
+    about = read_metadata(path)
+    return about.get("made_by", ""), bool(about.get("weights"))
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
@@ -146,7 +178,9 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
     return data
 
 
-def _locate(source: str | Path) -> Path:
+def _locate(source: str | Path, model: nn.Module | None, revision: str | None) -> Path:
+    if source == SHIPPED and model is not None:
+        return find_shipped(model)
     path = Path(source)
     if path.is_file():
         return path
@@ -156,21 +190,14 @@ def _locate(source: str | Path) -> Path:
         unfinished = any(path.glob("checkpoint.safetensors"))
         hint = "the training there has not ended: continue it with --resume" if unfinished else f"expected {FILE} in it"
         raise UserError(f"{path}: no reduction in it; {hint}")
-    parts = str(source).split("/")
+    parts = str(source).partition("@")[0].split("/")
     if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
         raise UserError(
             f"{source}: no such folder or file, and not a Hub id; expected a folder written by tntprune.save"
         )
-    return _download(str(source), FILE)
+    return download(str(source), FILE, revision)
 
 
-def _download(source: str, file: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(source, file))
-    except Exception as error:  # whatever the Hub's client raises: no network, no repository, no such file
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        raise UserError(
-            f"{source}: no such folder here, and the Hub gave none ({reason}); expected a folder or a Hub id"
-        ) from None
+def _commit(path: Path) -> str:
+    """The commit that a downloaded file is of: the cache has a folder for each, so that two files are of the same."""
+    return path.parent.name

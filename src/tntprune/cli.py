@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from tntprune import __version__, commands, console
+from tntprune import __version__, commands, commands_push, console
 from tntprune.errors import UserError
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -23,6 +23,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "train": commands.train,
     "eval": commands.evaluate,
     "show": commands.show,
+    "push": commands_push.push,
 }
 ABOUT = """Faster vision transformers: drop the tokens they do not need.
 

@@ -25,7 +25,12 @@ Weights = Annotated[
 Device = Annotated[str, tyro.conf.arg(metavar="DEVICE", help="cpu, cuda or mps")]
 Json = Annotated[bool, tyro.conf.arg(help="one JSON object on standard output, everything else on standard error")]
 Reducer = Annotated[
-    str | None, tyro.conf.arg(metavar="RUN", help="a folder made by train, or a Hub id", help_behavior_hint="")
+    str | None,
+    tyro.conf.arg(
+        metavar="RUN",
+        help="a folder made by train, a Hub id (user/repo@revision), or pretrained",
+        help_behavior_hint="",
+    ),
 ]
 MethodName = Annotated[
     str | None, tyro.conf.arg(metavar="NAME", help=f"a method: {', '.join(METHODS)}", help_behavior_hint="")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -10,13 +11,13 @@ from torch import nn
 
 from tntprune.backbones.base import Reduced, find_backbone, tower_of
 from tntprune.config import Combination, Config
-from tntprune.errors import UserError
+from tntprune.errors import UsageError, UserError
 from tntprune.methods.base import Method, implementation
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def reduce_(model: Model, config: Config, *more: Config) -> Model:
+def reduce_(model: Model, config: Config | str | Path, *more: Config, **changes: Any) -> Model:
     """Make a model drop or merge tokens, in place. A reduction that is already there is replaced.
 
     The model's class is swapped for a static subclass and a submodule `reduction` is added; its own parameters and
@@ -24,8 +25,9 @@ def reduce_(model: Model, config: Config, *more: Config) -> Model:
 
     Args:
         model: A supported model, see `tntprune info`.
-        config: What to do: `TNT(at=3, keep=0.5)`, for example.
+        config: What to do: `TNT(at=3, keep=0.5)`, for example; or "pretrained", a folder or a Hub id, as for `load_`.
         *more: Further reductions at places of their own: `ToMe(at=(6, 7, 8), r=10)`, for example.
+        **changes: Options to change in what is loaded: `reduce_(model, "pretrained", keep=0.7)`.
 
     Returns:
         The same model.
@@ -34,6 +36,14 @@ def reduce_(model: Model, config: Config, *more: Config) -> Model:
         UserError: the model is not supported, or the method cannot be applied to it, and why.
         UsageError: the config does not fit the model.
     """
+    if isinstance(config, str | Path):
+        from tntprune.checkpoint import load_
+
+        return load_(model, config, *more, **changes)
+    if changes:
+        raise UsageError(
+            f"{min(changes)}: options go into the config, as in {type(config).__name__}({min(changes)}=...)"
+        )
     backbone = find_backbone(model)
     layout, tower = backbone.layout(model), backbone.tower(model)
     given = [part for one in (config, *more) for part in getattr(one, "parts", [one])]

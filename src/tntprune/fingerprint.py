@@ -1,0 +1,55 @@
+"""Which model a reduction was made for: its name, and a few numbers that tell its weights from others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+TENSORS = 4
+TOLERANCE = 0.01  # half precision moves a norm by far less, and another training by far more
+
+
+def identity(model: nn.Module) -> dict[str, Any]:
+    """A model's name in timm, its id on the Hub, and the L2 norms of a few of its matrices, from first to last.
+
+    Heads and position embeddings are left out: they change with the classes and with the size of the images.
+
+    Args:
+        model: Reduced or not.
+
+    Returns:
+        `architecture`, `tag` and `hub` (empty where there is none), and `norms` by the names of the parameters.
+    """
+    about = getattr(model, "pretrained_cfg", None) or {}
+    skipped = ("reduction", "head", "pos_embed", "classifier")
+    matrices = {
+        name: value
+        for name, value in model.named_parameters()
+        if value.ndim > 1 and value.shape[0] > 1 and not any(word in name for word in skipped)
+    }
+    names = list(matrices)
+    chosen = [names[number * (len(names) - 1) // (TENSORS - 1)] for number in range(TENSORS)] if names else []
+    return {
+        "architecture": str(about.get("architecture") or ""),
+        "tag": str(about.get("tag") or ""),
+        "hub": str(about.get("hf_hub_id") or ""),
+        "norms": {name: round(matrices[name].detach().float().norm().item(), 6) for name in dict.fromkeys(chosen)},
+    }
+
+
+def full_name(identity: dict[str, Any]) -> str:
+    """As timm writes it, `architecture.tag`; empty if the model is none of timm's."""
+    return ".".join(part for part in (identity["architecture"], identity["tag"]) if part)
+
+
+def difference(model: nn.Module, norms: dict[str, float]) -> str | None:
+    """How a model's weights differ from those with such norms, None if they do not."""
+    own = dict(model.named_parameters())
+    for name, expected in norms.items():
+        if name not in own:
+            return f"it has no {name}"
+        norm = own[name].detach().float().norm().item()
+        if not abs(norm - expected) <= TOLERANCE * expected:  # NaN differs as well
+            return f"{name} has a norm of {norm:.2f}, not {expected:.2f}"
+    return None
