@@ -136,6 +136,56 @@ def merge(tokens: Tokens, stay: torch.Tensor, into: torch.Tensor, source: torch.
     return replace(kept, size=torch.cat([kept.size[:, :alone], total], 1), source=carrier)
 
 
+def spread(tokens: Tokens, grid: tuple[int, int]) -> torch.Tensor:
+    """Something for every place of the grid, (B, N, D), row by row.
+
+    A merged patch gets the token that carries it, if `source` tells; a dropped one the nearest that was kept, by
+    Euclidean distance and, where two are as near, the first in the grid. Tokens without a place, and those of size 0,
+    fill nothing; an image that has no other gets zeros.
+
+    Args:
+        tokens: n patch tokens.
+        grid: Rows and columns, N places in all.
+    """
+    batch, count = tokens.index.shape
+    total = grid[0] * grid[1]
+    there = tokens.index >= 0 if tokens.size is None else (tokens.index >= 0) & (tokens.size > 0)
+    position = torch.arange(count, device=tokens.index.device).expand(batch, -1)
+    own = tokens.index.new_full((batch, total + 1), -1)  # one place more, for those that have none
+    own = own.scatter(1, torch.where(there, tokens.index, total), position)[:, :total]  # (B, N)
+    near = nearest_kept(own >= 0, grid)
+    carrier = own.gather(1, near)
+    if tokens.source is not None:
+        told = tokens.source.clamp(min=0)
+        carrier = torch.where((tokens.source >= 0) & there.gather(1, told), told, carrier)
+    filled = pick(tokens.x, carrier.clamp(min=0) + tokens.prefix)  # (B, N, D)
+    return filled if tokens.size is None else torch.where(there.any(1)[:, None, None], filled, 0)
+
+
+def nearest_kept(kept: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """For every place the nearest one that was kept, (B, N) to (B, N); of several the first. Any if none was.
+
+    The squared distance and the place share one whole number, so that the smallest one tells both: first the nearest
+    in each column, row against row, then the nearest of those, column against column.
+    """
+    rows, columns = (torch.arange(side, device=kept.device) for side in grid)
+    total = grid[0] * grid[1]
+    place = torch.arange(total, device=kept.device).view(grid)
+    far = (grid[0] ** 2 + grid[1] ** 2) * total  # more than any distance comes to
+    down = (rows[:, None] - rows).square() * total  # (H, H)
+    key = torch.where(kept.view(-1, *grid), place, far)  # (B, H, W)
+    key = (key[:, None] + down[:, :, None]).amin(2)  # of (B, H, H, W)
+    across = (columns[:, None] - columns).square() * total  # (W, W)
+    key = (key[:, :, None] + across).amin(3)  # of (B, H, W, W)
+    return key.flatten(1) % total
+
+
+def fill(tokens: Tokens, grid: tuple[int, int]) -> torch.Tensor:
+    """`spread` as a picture, (B, D, H, W)."""
+    filled = spread(tokens, grid)
+    return filled.view(-1, *grid, filled.shape[2]).permute(0, 3, 1, 2).contiguous()
+
+
 def shuffled(index: torch.Tensor, seed: int) -> torch.Tensor:
     """A key for each place, to sort places by in an order that depends on nothing but the seed.
 

@@ -152,7 +152,8 @@ def _knowing(model: nn.Module) -> Backbone | None:
 
 
 def _adapters(package: str) -> list[Backbone]:
-    return [import_module(f"tntprune.backbones.{name}").ADAPTER for name in FAMILIES.get(package, ())]
+    names = [f"tntprune.backbones.{name}" for name in FAMILIES.get(package, ())]
+    return [(sys.modules.get(name) or import_module(name)).ADAPTER for name in names]  # a compiler cannot import
 
 
 class Halves(NamedTuple):

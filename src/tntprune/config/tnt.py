@@ -112,13 +112,17 @@ class TNT(Config):
     def resolved(self) -> TNT:
         """The same config with every None that the recipe fills in filled in."""
         gaps = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
-        gaps["similar_at"] = self.similar_at or ("score" if len(self.locations) == 1 else "start")
-        return replace(self, **gaps)
+        return replace(self, **gaps, similar_at=self.similar_when)
+
+    @property
+    def similar_when(self) -> str:
+        """`similar_at`, decided where it was left open."""
+        return self.similar_at or ("score" if len(self.locations) == 1 else "start")
 
     @property
     def at_start(self) -> bool:
         """Whether similar tokens go before block 1."""
-        return self.similar > 0 and self.resolved.similar_at == "start"
+        return self.similar > 0 and self.similar_when == "start"
 
     def places(self, depth: int) -> tuple[Place, ...]:
         places = super().places(depth)

@@ -79,6 +79,15 @@ class Method(nn.Module):
         """Where tokens go from an image of so many patches; made beforehand for the model's own size."""
         return self._own if patches == self.layout.patches else self._schedule(patches)
 
+    def resize(self, grid: tuple[int, int]) -> None:
+        """Take note that the model's own image size is another one now."""
+        self.layout = self.layout._replace(grid=grid)
+        self._own = self._schedule(self.layout.patches)
+
+    def unfold(self, tokens: Tokens) -> Tokens:
+        """Tokens on their way, with those back among them that the method carries along elsewhere."""
+        return tokens
+
     def plan(self, patches: int) -> Plan:
         """Where this pass acts, asked once at its start: where tokens go, unless a method trains otherwise."""
         return self.steps(patches)

@@ -46,6 +46,11 @@ class Combined(Method):
         own.trained = self.trained
         return {place: step._replace(part=self.learner) for place, step in own.plan(patches).items()}
 
+    def resize(self, grid: tuple[int, int]) -> None:
+        super().resize(grid)
+        for part in self.parts:
+            part.resize(grid)
+
     def part(self, number: int, plan: Plan) -> Plan:
         """The steps of one of the reductions."""
         return {place: step for place, step in plan.items() if step.part == number}

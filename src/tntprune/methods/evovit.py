@@ -67,6 +67,9 @@ class SlowFast(Method):
         mixed = self.config.mix * old + (1 - self.config.mix) * new[:, : own.shape[1]]
         return state._replace(attention=state.attention.scatter(1, own, mixed))  # type: ignore[no-any-return]
 
+    def unfold(self, tokens: Tokens) -> Tokens:
+        return together(tokens) if isinstance(tokens.state, Division) else tokens
+
     def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
         state = tokens.state
         tokens = together(tokens)
