@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from tntprune.counting import macs
     from tntprune.errors import UsageError, UserError
+    from tntprune.exporters.export import export
     from tntprune.reduce import reduce_, restore_
     from tntprune.share import push
     from tntprune.trace import record
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "UsageError", "UserError",
-    "ZeroTPrune", "calibrate_", "load_", "macs", "push", "record", "reduce_", "restore_", "save", "vit16",
+    "ZeroTPrune", "calibrate_", "export", "load_", "macs", "push", "record", "reduce_", "restore_", "save", "vit16",
 ]  # fmt: skip
 
 _HOMES = {
     **dict.fromkeys(
         ("ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune"), "config"
-    ), "UsageError": "errors", "UserError": "errors", "calibrate_": "train",
+    ), "UsageError": "errors", "UserError": "errors", "calibrate_": "train", "export": "exporters.export",
     "load_": "checkpoint", "macs": "counting", "push": "share", "record": "trace", "reduce_": "reduce",
     "restore_": "reduce", "save": "checkpoint", "vit16": "backbones.vit16",
 }  # fmt: skip

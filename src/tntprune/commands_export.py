@@ -1,0 +1,80 @@
+"""The command that writes a model as a file for another runtime. Heavy imports happen inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from tntprune.console import Json, MethodName, Model, Reducer, Then, Weights, load, tell
+from tntprune.errors import UsageError, UserError
+from tntprune.options import MethodOptions, apply
+
+if TYPE_CHECKING:
+    from tntprune.data import Photo
+
+
+def export(
+    model: Model,
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE", help="what to write: .onnx, .xml (OpenVINO) or .pt2")],
+    to: Annotated[Literal["onnx", "openvino", "pt2"], tyro.conf.arg(help="the format")] = "onnx",
+    reducer: Reducer = None,
+    method: MethodName = None,
+    reduction: MethodOptions = MethodOptions(),
+    then: Then = (),
+    weights: Weights = None,
+    dtype: Annotated[
+        Literal["fp32", "fp16", "bf16", "int8"],
+        tyro.conf.arg(help="what it computes in; int8 is OpenVINO's and needs --data, bf16 is not ONNX's"),
+    ] = "fp32",
+    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="images at a time")] = 1,
+    dynamic_batch: Annotated[bool, tyro.conf.arg(help="any number of images at a time")] = False,
+    indices: Annotated[bool, tyro.conf.arg(help="a second output: the places of the tokens left at the end")] = False,
+    data: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="DIR", help="photos to measure int8's ranges on, and others to check with", help_behavior_hint=""
+        ),
+    ] = None,
+    calibration_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos that int8 is measured on")] = 128,
+    check: Annotated[bool, tyro.conf.arg(help="load the file anew and compare it with the model")] = False,
+    check_size: Annotated[int, tyro.conf.arg(metavar="INT", help="images that --check compares on")] = 64,
+    json: Json = False,
+) -> int:
+    """Write a model, reduced or not, for another runtime, and beside it FILE.json: all one needs to run it."""
+    from tntprune.exporters.check import check as compare
+    from tntprune.exporters.export import export as write
+    from tntprune.exporters.samples import chosen, read
+    from tntprune.trainer import check_whole
+
+    check_whole("check_size", check_size, 1)
+    check_whole("calibration_size", calibration_size, 1)
+    if dtype == "int8" and data is None:
+        raise UsageError("--dtype int8 needs photos to measure ranges on; expected --data DIR")
+    built = apply(load(model, weights, "cpu"), method, reducer, reduction, then)
+    checked: list[Photo] = []
+    used: list[Photo] = []
+    short = False
+    if data is not None:
+        wanted = calibration_size if dtype == "int8" else 0
+        checked, used, short = chosen(data, check_size if check else 0, wanted)
+    written = write(
+        built, out, to, dtype, dynamic_batch=dynamic_batch, indices=indices, batch_size=batch_size,
+        calibration=read(built, used) if used else None, calibration_size=calibration_size,
+        note={"model": model, "weights": weights and str(weights), "reducer": reducer},
+    )  # fmt: skip
+    size = sum(file.stat().st_size for file in written.files)
+    told: dict[str, Any] = {"files": [str(file) for file in written.files], "bytes": size, **written.about}
+    what = f"{written.about['reduction']['method'] if written.about['reduction'] else 'unpruned'}, {to} {dtype}"
+    text = f"{model}, {what}, {written.about['macs'] / 1e9:.2f} GMACs: {out} ({size / 1e6:.1f} MB), {written.files[-1]}"
+    if check:
+        found = compare(built, out, read(built, checked) if checked else None, check_size)
+        if found.problem:
+            raise UserError(f"{out}: written, but not what the model says: {found.problem}")
+        told["check"] = found.to_dict()
+        text += f"\n{found}"
+        if short and used:
+            text += f"\n{data} has too few photos: some of those compared have also been measured for int8"
+    tell(json, told, text)
+    return 0

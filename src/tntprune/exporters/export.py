@@ -1,0 +1,190 @@
+"""Writing a model as a file for another runtime, with what one has to know to run it beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import tntprune
+from tntprune.backbones.base import Reduced, tower_of
+from tntprune.config import to_dict
+from tntprune.counting import macs
+from tntprune.errors import UsageError, UserError
+from tntprune.exporters.base import INPUT, LOGITS, DType, Format, Job, Runner, find_format, first_line
+from tntprune.exporters.graph import capture, exportable, input_shape
+from tntprune.exporters.samples import as_tensor, preprocessing
+from tntprune.storage import make_folder, write
+from tntprune.trainer import check_whole
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Args:
+        path: The file to give to the runtime.
+        files: All files, the first of them `path`, the last the JSON beside it.
+        about: What the JSON says.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    about: dict[str, Any]
+
+
+def export(
+    model: nn.Module,
+    path: str | Path,
+    to: Literal["onnx", "openvino", "pt2"] = "onnx",
+    dtype: DType = "fp32",
+    *,
+    dynamic_batch: bool = False,
+    indices: bool = False,
+    batch_size: int = 1,
+    calibration: str | Path | torch.Tensor | Iterable[Any] | None = None,
+    calibration_size: int = 128,
+    note: dict[str, Any] | None = None,
+) -> Exported:
+    """Write a model as a file for another runtime: input `images`, outputs `logits` and, if asked for, `index`.
+
+    Beside it goes FILE.json: preprocessing, reduction, multiply-accumulates, names, versions. Everything is written
+    whole or not at all.
+
+    Args:
+        model: A supported model in eval mode and in fp32, reduced or not; it stays as it is.
+        path: The file: .onnx, .xml (for OpenVINO; a .bin goes beside it) or .pt2.
+        to: The format.
+        dtype: What it computes in. Images and logits are fp32 in any case, and scores are ranked in fp32.
+        dynamic_batch: Any number of images at a time, instead of `batch_size`.
+        indices: A second output, (B, n): the places in the original grid, row by row, of the tokens left at the end;
+            -1 for a token that has none.
+        batch_size: Images at a time.
+        calibration: For int8: a folder of photos, images (n, C, H, W) as the model takes them, or batches of such.
+        calibration_size: How many of them are used.
+        note: More to keep in the JSON.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UserError: the model cannot be exported, a package is missing, or the files cannot be written.
+        UsageError: the format, the dtype or the combination does not exist.
+    """
+    form, path = find_format(to), Path(path)
+    if path.suffix != form.suffix:
+        raise UsageError(f"{path}: expected a file that ends in {form.suffix}, as {to} has it")
+    form.check(dtype)
+    check_whole("batch_size", batch_size, 1)
+    check_whole("calibration_size", calibration_size, 1)
+    if dynamic_batch and batch_size != 1:
+        raise UsageError(f"batch_size={batch_size} and dynamic_batch were both given; expected one of them")
+    if dtype == "int8" and calibration is None:
+        raise UsageError("int8 needs photos to measure ranges on; expected calibration (--data DIR)")
+    exportable(model)
+    batch = None if dynamic_batch else batch_size
+    images = as_tensor(model, calibration, calibration_size, batch_size) if dtype == "int8" else None
+    program, outputs = capture(model, form.model_dtype(dtype), indices, batch)
+    about = _about(model, form, dtype, batch, program, outputs, 0 if images is None else len(images))
+    about |= {"file": path.name, **(note or {})}
+    make_folder(path.parent)
+    folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    make_folder(folder)
+    try:
+        try:
+            form.write(Job(program, folder / path.name, dtype, batch, outputs, images))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror or first_line(error)})") from None
+        except Exception as error:  # the exporters raise a dozen kinds
+            raise UserError(f"{path}: {to} cannot hold this model ({first_line(error)})") from None
+        write(folder / described(path).name, (json.dumps(about, indent=2, default=str) + "\n").encode())
+        return Exported(path, _settle(folder, path), about)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def described(path: Path) -> Path:
+    """Where that lies what is to be known of a file."""
+    return path.with_name(f"{path.name}.json")
+
+
+def reopen(path: str | Path, threads: int | None = None) -> tuple[Runner, dict[str, Any]]:
+    """Load what `export` has written into its runtime, on the CPU.
+
+    Args:
+        path: The file; its JSON has to lie beside it.
+        threads: How many the runtime may use; None for as many as torch does.
+
+    Returns:
+        A function from images, (B, C, H, W) in fp32, to logits and, if the file has them, kept places; and the JSON.
+
+    Raises:
+        UserError: it is missing or broken, or the runtime is not installed.
+    """
+    path = Path(path)
+    try:
+        about = json.loads(described(path).read_text())
+        form, dtype = find_format(about["format"]), about["dtype"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{described(path)}: cannot be read ({first_line(error)}); expected what tntprune export wrote there"
+        ) from None
+    form.check(dtype)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; expected what tntprune export wrote")
+    try:
+        return form.open(path, dtype, threads), about
+    except Exception as error:  # whatever the runtimes raise on broken files
+        raise UserError(f"{path}: {about['format']} cannot load it ({first_line(error)})") from None
+
+
+def _about(
+    model: nn.Module, form: Format, dtype: DType, batch: int | None, program: Any, outputs: tuple[str, ...], used: int
+) -> dict[str, Any]:
+    tower = tower_of(model)
+    shape = ["batch" if batch is None else batch, *input_shape(model)]
+    results = next(node for node in program.graph.nodes if node.op == "output").args[0]
+    told = []
+    for name, node in zip(outputs, results, strict=True):
+        rest = [int(size) for size in node.meta["val"].shape[1:]]
+        told.append({"name": name, "shape": [shape[0], *rest], "dtype": "float32" if name == LOGITS else "int64"})
+    return {
+        "tntprune": tntprune.__version__,
+        "format": form.name,
+        "dtype": dtype,
+        **form.about(dtype),
+        "inputs": [{"name": INPUT, "shape": shape, "dtype": "float32"}],
+        "outputs": told,
+        "batch": "dynamic" if batch is None else batch,
+        "preprocessing": preprocessing(model),
+        "reduction": to_dict(tower.reduction.config) if isinstance(tower, Reduced) else None,
+        "macs": macs(model).macs,
+        "calibration_images": used,
+        "versions": form.versions(),
+    }
+
+
+def _settle(folder: Path, path: Path) -> tuple[Path, ...]:
+    """Move everything out of a temporary folder to where it belongs. The file that the runtime is given is the last one
+    to come and, if there was an older one, the first one to go, so that it never stands beside what is not its own.
+    """
+    beside = sorted(file.name for file in folder.iterdir() if file.name != path.name)
+    beside.sort(key=lambda name: name == described(path).name)  # the JSON last
+    try:
+        for file in folder.iterdir():
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+        path.unlink(missing_ok=True)
+        for name in beside:
+            os.replace(folder / name, path.parent / name)
+        os.replace(folder / path.name, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+    return (path, *(path.parent / name for name in beside))

@@ -1,0 +1,108 @@
+"""From a model to a graph that any exporter takes: a thin module around it, captured by torch.export."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from tntprune.backbones.base import Reduced, find_backbone, tower_of
+from tntprune.errors import UserError
+from tntprune.exporters.base import INDEX, INPUT, LOGITS, first_line, quiet
+
+
+class Answering(nn.Module):
+    """Images to logits in fp32 and, if asked for, the places in the original grid of the tokens left at the end.
+
+    Args:
+        model: A supported model, reduced or not.
+        indices: Whether the places are given too, (B, n); -1 for a token that has none.
+    """
+
+    def __init__(self, model: nn.Module, indices: bool) -> None:
+        super().__init__()
+        self.model, self.indices = model, indices
+        self.backbone = find_backbone(model)
+        self.dtype = next(model.parameters()).dtype
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(B, C, H, W) in fp32, whatever the model computes in."""
+        answer = self.backbone.answer(self.model, images.to(self.dtype))
+        logits = answer.logits.float()
+        return (logits, answer.tokens.index) if self.indices else (logits,)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Their names."""
+        return (LOGITS, INDEX) if self.indices else (LOGITS,)
+
+
+def input_shape(model: Any) -> tuple[int, int, int]:
+    """Channels, height and width of the images that a model takes."""
+    tower: Any = tower_of(model)
+    embed = getattr(tower, "patch_embed", None)
+    if embed is not None and getattr(embed, "img_size", None):
+        height, width = embed.img_size
+        return tower.in_chans, height, width
+    config: Any = getattr(model, "config", None)  # Hugging Face
+    config = getattr(config, "vision_config", config)
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise UserError(f"{type(model).__name__} does not say how large its images are; expected one with a fixed size")
+    height, width = size if isinstance(size, tuple | list) else (size, size)
+    return config.num_channels, height, width
+
+
+def exportable(model: nn.Module) -> None:
+    """Refuse what cannot become one graph.
+
+    Raises:
+        UserError: the model is not supported, in training mode, not in fp32, or keeps another number of tokens in
+            each image.
+    """
+    find_backbone(model)
+    if model.training:
+        raise UserError("the model is in training mode; call model.eval() first")
+    odd = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
+    if odd is not None:
+        raise UserError(f"the model is in {str(odd).removeprefix('torch.')}; expected fp32, the export converts it")
+    tower = tower_of(model)
+    if isinstance(tower, Reduced) and tower.reduction.config.variable:
+        raise UserError(
+            f"{tower.reduction.config.method} keeps another number of tokens in each image, and a file has one graph "
+            "for all of them; expected a method with fixed counts, such as tnt, topk, evit, tome, or avit with at"
+        )
+
+
+def capture(
+    model: nn.Module, dtype: torch.dtype, indices: bool, batch: int | None
+) -> tuple[torch.export.ExportedProgram, tuple[str, ...]]:
+    """Capture a model as a graph. The model itself stays as it is.
+
+    Args:
+        model: What `exportable` has let through.
+        dtype: What the graph computes in; scores are ranked in fp32 all the same.
+        indices: See `Answering`.
+        batch: Images at a time, or None for any number.
+
+    Returns:
+        The graph, and the names of its outputs.
+
+    Raises:
+        UserError: torch cannot capture it, and why.
+    """
+    twin = copy.deepcopy(model).cpu().to(dtype)
+    tower = tower_of(twin)
+    if isinstance(tower, Reduced):
+        tower.trace = None  # nobody records what a graph does
+    answering = Answering(twin, indices).eval().requires_grad_(False)
+    images = torch.zeros(2 if batch is None else batch, *input_shape(model))  # 1 would be taken for a constant
+    shapes = {INPUT: {0: torch.export.Dim("batch", min=1, max=2**16)}} if batch is None else None
+    try:
+        with torch.no_grad(), quiet():
+            program = torch.export.export(answering, (images,), dynamic_shapes=shapes, strict=False)
+    except Exception as error:  # torch.export raises a dozen kinds
+        raise UserError(f"torch.export cannot capture the model ({first_line(error)})") from None
+    return program, answering.outputs

@@ -1,0 +1,89 @@
+"""Images for calibration and for the check, and how a model wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import infer_imagenet_subset, resolve_model_data_config
+from torch import nn
+
+from tntprune.batches import LoaderSource
+from tntprune.data import Photo, Photos, all_photos, input_mode, transform_for
+from tntprune.errors import UserError
+from tntprune.exporters.graph import input_shape
+
+
+def preprocessing(model: Any) -> dict[str, Any]:
+    """From a photo to the input, as JSON values, and what the outputs are called."""
+    shape = input_shape(model)
+    config = resolve_model_data_config(model, {"input_size": shape})
+    subset = infer_imagenet_subset(model)
+    classes = f"{subset}, ascending by WordNet id" if subset else "the model's own; photos in class folders: by name"
+    return {
+        "channels": input_mode(model),
+        "scale": "pixels from 0 to 1, then (x - mean) / std in each channel",
+        "input_size": list(shape),
+        "mean": list(config["mean"]),
+        "std": list(config["std"]),
+        "interpolation": config["interpolation"],
+        "crop_pct": config["crop_pct"],
+        "crop_mode": config["crop_mode"],
+        "class_order": classes,
+    }
+
+
+def chosen(folder: Path, first: int, second: int) -> tuple[list[Photo], list[Photo], bool]:
+    """Two lists of photos from all over a folder, the same ones every time.
+
+    Returns:
+        `first` photos, `second` others, and whether there were too few for the two to differ.
+    """
+    photos = all_photos(folder)
+    order = torch.randperm(len(photos), generator=torch.Generator().manual_seed(0)).tolist()
+    short = len(photos) < first + second
+    one = order[:first]
+    other = order[-second:] if second else []
+    return [photos[i] for i in one], [photos[i] for i in other], short
+
+
+def read(model: nn.Module, photos: list[Photo]) -> torch.Tensor:
+    """Photos as the model takes them, (n, C, H, W).
+
+    Raises:
+        UserError: one of them cannot be read.
+    """
+    dataset = Photos(photos, transform_for(model), input_mode(model))
+    images = []
+    for position in range(len(dataset)):
+        item = dataset[position]
+        if isinstance(item, Exception):
+            raise item
+        images.append(item[0])
+    return torch.stack(images)
+
+
+def as_tensor(model: nn.Module, given: str | Path | torch.Tensor | Iterable[Any] | None, count: int, least: int) -> Any:
+    """Images (n, C, H, W), at most `count` of them.
+
+    Raises:
+        UserError: there are fewer than `least`, they cannot be read, or the model does not take them.
+    """
+    if isinstance(given, str | Path):
+        images = read(model, chosen(Path(given), count, 0)[0])
+    elif isinstance(given, torch.Tensor):
+        images = given[:count]
+    else:
+        source = LoaderSource(given or [])
+        parts = [images for images, _ in source.batches(0, source.per_epoch)]
+        images = torch.cat(parts)[:count]
+    shape = input_shape(model)
+    if images.ndim != 4 or images.shape[1:] != shape:
+        raise UserError(
+            f"calibration images of shape {tuple(images.shape)}; expected (n, {', '.join(map(str, shape))})"
+        )
+    if len(images) < least:
+        raise UserError(f"{len(images)} calibration images; expected at least {least}, one batch")
+    return images.float().cpu()
