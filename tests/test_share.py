@@ -81,9 +81,10 @@ def test_every_revision_stays_loadable(hub):
     ):
         assert torch.equal(load_(fresh, source, revision=revision)(images), model(images))
     assert hub.repos["someone/small"].messages == ["initial commit", "one", "two"]
-    assert 'load_(model, "someone/small@trial")' in hub.repos["someone/small"].commits[
-        hub.repos["someone/small"].branches["trial"]
-    ]["README.md"].decode()
+    assert (
+        'load_(model, "someone/small@trial")'
+        in hub.repos["someone/small"].commits[hub.repos["someone/small"].branches["trial"]]["README.md"].decode()
+    )
 
 
 @torch.inference_mode()
@@ -169,22 +170,21 @@ def test_the_command_pushes_to_where_the_environment_says(run, tmp_path):
             **os.environ, "OMP_NUM_THREADS": "1", "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0",
             "HF_TOKEN": "writer", "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1",
         }  # fmt: skip
-        command = [sys.executable, "-m", "tntprune.cli"]
-        push = [*command, "push", "digits_vit", "--reducer", str(run / "run"), "--keep", "0.25", "--private", "--json"]
-        done = subprocess.run([*push, "--to", "someone/digits"], env=environment, capture_output=True, text=True)
+        to = ["push", "digits_vit", "--reducer", str(run / "run"), "--to", "someone/digits@quarter"]
+        use = ["eval", "digits_vit", "--data", str(run / "photos"), "--workers", "0", "--json"]
+        calls = [
+            [*to, "--keep", "0.25", "--private", "--json"],
+            [*use, "--reducer", "someone/digits@quarter"],
+        ]
+        code = f"from tntprune.cli import main\nfor call in {calls!r}:\n    assert main(call) == 0"
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        told = json.loads(done.stdout)
-        commit = hub.repos["someone/digits"].branches["main"]
-        assert told["repository"] == "someone/digits" and told["commit"].endswith(commit)
-        assert hub.repos["someone/digits"].private
-        use = [*command, "eval", "digits_vit", "--data", str(run / "photos"), "--workers", "0", "--json"]
-        done = subprocess.run(
-            [*use, "--reducer", f"someone/digits@{commit}"], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["tokens"][2] == json.loads(done.stdout)["tokens"][0] // 4
-        done = subprocess.run([*push, "--to", "another/digits"], env=environment, capture_output=True, text=True)
-        assert done.returncode == 1 and json.loads(done.stderr.splitlines()[-1])["error"].startswith("another/digits:")
+        pushed, found = map(json.loads, done.stdout.splitlines())
+        repo = hub.repos["someone/digits"]
+        assert pushed["repository"] == "someone/digits@quarter" and pushed["curve"] is None
+        assert pushed["commit"].endswith(repo.branches["quarter"]) and repo.private
+        assert repo.branches["quarter"] != repo.branches["main"]
+        assert found["tokens"][2] == found["tokens"][0] // 4
 
 
 @pytest.mark.parametrize(

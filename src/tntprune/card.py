@@ -13,7 +13,7 @@ import tntprune
 from tntprune.config import to_dict
 from tntprune.curve import Curve, Point
 from tntprune.fingerprint import full_name, identity
-from tntprune.reduce import reduction_of
+from tntprune.reduce import base_of, reduction_of
 
 CARD = "README.md"
 
@@ -46,7 +46,7 @@ def model_card(
     method = reduction_of(model)
     config, about = method.config, identity(model)
     base = about["hub"] or _transformers_id(model)
-    name = full_name(about) or base or type(model).__name__
+    name = full_name(about) or base or type(base_of(model)).__name__
     sections = [
         f"# {config.method} for {name}",
         f"A token reduction (`{config.method}`) for `{name}`, made with tntprune {tntprune.__version__}: fewer tokens "

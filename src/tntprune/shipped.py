@@ -9,6 +9,7 @@ from torch import nn
 
 from tntprune.errors import UserError
 from tntprune.fingerprint import difference, full_name, identity
+from tntprune.reduce import base_of
 from tntprune.storage import read_metadata
 
 SHIPPED = "pretrained"  # the word for them where a folder or a Hub id is expected
@@ -25,7 +26,7 @@ def find_shipped(model: nn.Module) -> Path:
     Raises:
         UserError: there is none for it, or its weights are not those that the name promises.
     """
-    name = full_name(identity(model)) or f"this {type(model).__name__}"
+    name = full_name(identity(model)) or f"this {type(base_of(model)).__name__}"
     files = shipped()
     if name not in files:
         raise UserError(
