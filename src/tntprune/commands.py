@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from tntprune.config import METHODS
-from tntprune.console import Device, Json, MethodName, Model, Reducer, Seed, Then, Weights, Workers, load, tell
+from tntprune.console import Device, ImgSize, Json, MethodName, Model, Reducer, Seed, Then, Weights, Workers, load, tell
 from tntprune.errors import UsageError, UserError
 from tntprune.options import MethodOptions, apply, config_from
 
@@ -32,14 +32,14 @@ def demo(out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("demo"), seed
     return 0
 
 
-def info(model: Model, json: Json = False) -> int:
+def info(model: Model, img_size: ImgSize = None, json: Json = False) -> int:
     """Tokens, blocks, what can be applied to a model, and why not the rest. Needs no weights."""
     from tntprune.backbones.base import find_backbone
     from tntprune.counting import macs as count
     from tntprune.methods.base import implementation
     from tntprune.models import shape_of
 
-    built = shape_of(model)
+    built = shape_of(model, img_size)
     layout = find_backbone(built).layout(built)
     obstacles = {name: implementation(config).obstacle(layout) for name, config in METHODS.items()}
     parameters = sum(p.numel() for p in built.parameters())
@@ -64,6 +64,7 @@ def macs(
     method: MethodName = None,
     reduction: MethodOptions = MethodOptions(),
     then: Then = (),
+    img_size: ImgSize = None,
     json: Json = False,
 ) -> int:
     """Multiply-accumulates of a model, block by block, in closed form. Needs no weights and runs nothing."""
@@ -74,7 +75,7 @@ def macs(
     from tntprune.options import configs_from
     from tntprune.reduce import reduce_
 
-    built = shape_of(model)
+    built = shape_of(model, img_size)
     if configs := configs_from(method, reduction, then):
         reduce_(built, *configs)
     found = count(built)
@@ -89,6 +90,7 @@ def train(
     method: Annotated[str, tyro.conf.arg(metavar="NAME", help="a method that learns")] = "tnt",
     reduction: MethodOptions = MethodOptions(),
     weights: Weights = None,
+    img_size: ImgSize = None,
     device: Device = "cpu",
     epochs: Annotated[int, tyro.conf.arg(metavar="INT", help="passes over the photos")] = 5,
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos a step")] = 16,
@@ -123,14 +125,16 @@ def train(
         epochs, batch_size, lr, backbone_lr, freeze_epochs, weight_decay, label_smoothing, warmup, seed, amp
     )
     config = config_from(method, reduction)
-    built = reduce_(load(model, weights, device), config)
+    built = reduce_(load(model, weights, device, img_size), config)
     training = training.on(device_of(built))
     source = photo_source(built, data, training, needs_labels(built), workers)
     begin = time.perf_counter()
-    about = {
+    about: dict[str, Any] = {
         "model": model, "weights": weights and str(weights.resolve()),
         "data": str(data.resolve()), "photos": len(source.photos),
     }  # fmt: skip
+    if img_size is not None:
+        about["img_size"] = list(img_size)
     ended = resume and (out / FILE).exists()
     path = train_run(built, source, training, out, resume=resume, save_every=save_every, about=about)
     seconds = time.perf_counter() - begin
@@ -149,6 +153,7 @@ def evaluate(
     reduction: MethodOptions = MethodOptions(),
     then: Then = (),
     weights: Weights = None,
+    img_size: ImgSize = None,
     device: Device = "cpu",
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
     workers: Workers = None,
@@ -175,7 +180,7 @@ def evaluate(
     check_whole("workers", workers, 0)
     check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
-    loaded = load(model, weights, device)
+    loaded = load(model, weights, device, img_size)
     before = copy.deepcopy(loaded) if reducer is not None else None  # where the model was trained too, it changes
     built = apply(loaded, method, reducer, reduction, then)
     found, bad = run(
@@ -210,6 +215,7 @@ def show(
     reduction: MethodOptions = MethodOptions(),
     then: Then = (),
     weights: Weights = None,
+    img_size: ImgSize = None,
     device: Device = "cpu",
     each: Annotated[bool, tyro.conf.arg(help="every location on its own, as in the paper's figures")] = False,
     seed: Seed = 0,
@@ -238,7 +244,7 @@ def show(
         raise UsageError("no photo given; expected one or more")
     if reducer is None and method is None:
         raise UsageError("nothing to show: expected --reducer RUN, or --method random")
-    built = apply(load(model, weights, device), method, reducer, reduction, then)
+    built = apply(load(model, weights, device, img_size), method, reducer, reduction, then)
     if not is_reduced(built):
         raise UserError(f"{model} is not reduced")
     maps = photo_maps(built, photos, each)

@@ -43,6 +43,10 @@ Then = Annotated[
         help_behavior_hint="",
     ),
 ]
+ImgSize = Annotated[
+    tuple[int, int] | None,
+    tyro.conf.arg(metavar="H W", help="of the images, if not the model's own size", help_behavior_hint=""),
+]
 Seed = Annotated[int, tyro.conf.arg(metavar="INT", help="of everything random")]
 Workers = Annotated[
     int | None,
@@ -50,14 +54,14 @@ Workers = Annotated[
 ]
 
 
-def load(model: str, weights: Path | None, device: str) -> nn.Module:
+def load(model: str, weights: Path | None, device: str, img_size: tuple[int, int] | None = None) -> nn.Module:
     """A model with its weights, on a device; a line tells if the Hub is asked."""
     from tntprune.models import check_name, load_model
 
     check_name(model)
     if weights is None and model not in ("vit16", "digits_vit"):
         print(f"asking the Hub for the pretrained weights of {model}", file=sys.stderr)
-    return load_model(model, weights, device)
+    return load_model(model, weights, device, img_size)
 
 
 def tell(json: bool, data: dict[str, Any], text: str) -> None:

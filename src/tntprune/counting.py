@@ -6,19 +6,22 @@ for softmax, activations, sorting and gathering. Fused attention is counted too,
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from tntprune.backbones.base import Costs, find_backbone
+from tntprune.backbones.base import Costs, find_backbone, tower_of
+from tntprune.errors import UserError
 from tntprune.reduce import is_reduced, reduction_of
 from tntprune.schedule import Counts, counts
 
 
 @dataclass(frozen=True)
 class Macs:
-    """Multiply-accumulates for one image of the model's own size.
+    """Multiply-accumulates for one image.
 
     Args:
         macs: In all.
@@ -56,12 +59,18 @@ class Macs:
         return "\n".join(lines)
 
 
-def macs(model: nn.Module) -> Macs:
+def macs(model: nn.Module, img_size: tuple[int, int] | None = None) -> Macs:
     """Count the multiply-accumulates of a model, reduced or not.
 
+    Args:
+        model: A supported model; it is not changed.
+        img_size: Rows and columns of pixels, if not the model's own size. Only of timm's models.
+
     Raises:
-        UserError: the model is not supported.
+        UserError: the model is not supported, or cannot be given another image size.
     """
+    if img_size is not None:
+        return macs(_at_size(model, img_size))
     backbone = find_backbone(model)
     layout, costs = backbone.layout(model), backbone.costs(model)
     whole = counts((), layout.patches, layout.depth)
@@ -105,6 +114,21 @@ def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:
             total += method.macs(step._replace(entering=entering))
         found.append(total)
     return found
+
+
+def _at_size(model: nn.Module, img_size: tuple[int, int]) -> nn.Module:
+    """A copy without weights that takes images of another size."""
+    find_backbone(model)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    shapes: dict[int, Any] = {id(value): torch.empty_like(value, device="meta") for _, value in named}
+    for _, parameter in model.named_parameters():
+        shapes[id(parameter)] = nn.Parameter(shapes[id(parameter)], requires_grad=False)
+    twin = copy.deepcopy(model, shapes)  # what it is told to have copied already, it does not copy
+    tower: Any = tower_of(twin)
+    if not hasattr(tower, "set_input_size"):
+        raise UserError(f"{type(model).__name__} cannot be given another image size; expected one of timm's models")
+    tower.set_input_size(img_size)
+    return twin
 
 
 def _blocks(costs: Costs, left: Counts, prefix: int) -> list[int]:

@@ -64,7 +64,7 @@ def kept_maps(
     Returns:
         A dict from a caption to (H, W, 3) pixels, for each image.
     """
-    grid = find_backbone(model).layout(model).grid
+    grid = find_backbone(model).grid(model, images)
     pictures: list[dict[str, Pixels]] = [{ORIGINAL: to_pixels(image, mean, std)} for image in images]
     for carrier in _carriers(model, images, each):
         for block, places in carrier.items():

@@ -17,6 +17,8 @@ from tntprune.backbones.vit16 import vit16
 from tntprune.errors import UsageError, UserError
 from tntprune.storage import read_weights
 
+ImgSize = tuple[int, int] | None  # rows and columns of pixels; None for the model's own
+
 
 def check_name(name: str) -> None:
     """Refuse a name that no model has.
@@ -31,33 +33,45 @@ def check_name(name: str) -> None:
     raise UsageError(f"unknown model {name!r}; expected a timm model, vit16 or digits_vit: {hint}")
 
 
-def shape_of(name: str) -> nn.Module:
+def shape_of(name: str, img_size: ImgSize = None) -> nn.Module:
     """A model without weights, on the meta device: for counting, not for running.
 
     Raises:
-        UsageError: no model has that name.
+        UsageError: no model has that name, or it takes no images of that size.
     """
     check_name(name)
     with torch.device("meta"):
-        return _build(name)
+        return _build(name, img_size)
 
 
-def load_model(name: str, weights: Path | None = None, device: str = "cpu") -> nn.Module:
+def random_model(name: str, device: str = "cpu") -> nn.Module:
+    """A model with random weights, in eval mode: for timing. `torch.manual_seed` decides which.
+
+    Raises:
+        UsageError: no model has that name, or there is no such device.
+    """
+    check_name(name)
+    target = check_device(device)
+    return _build(name).eval().to(target)
+
+
+def load_model(name: str, weights: Path | None = None, device: str = "cpu", img_size: ImgSize = None) -> nn.Module:
     """A model with its weights, in eval mode.
 
     Args:
         name: A timm model, `vit16` (the paper's), or `digits_vit` (the demo's, which brings its weights).
         weights: A file of weights with timm's names. Without it timm fetches pretrained ones from the Hub.
         device: Where to put it.
+        img_size: Rows and columns of pixels, if not the model's own; timm resamples the position embeddings.
 
     Raises:
-        UsageError: no model has that name, or there is no such device.
+        UsageError: no model has that name, it takes no images of that size, or there is no such device.
         UserError: the weights cannot be had, are broken, or belong to another model.
     """
     check_name(name)
     target = check_device(device)
     if weights is not None:
-        model = _build(name)
+        model = _build(name, img_size)
         load_weights(model, weights, name)
     elif name == "vit16":
         raise UserError("vit16: its authors released no weights; expected --weights FILE")
@@ -65,8 +79,12 @@ def load_model(name: str, weights: Path | None = None, device: str = "cpu") -> n
         from tntprune.digits_vit import digits_vit
 
         model = digits_vit()
+        if img_size is not None:
+            _check_multiple(name, model, img_size)
+            model.set_input_size(img_size)
     else:
-        model = _fetch(name)
+        shape_of(name, img_size)  # refuses a size before anything is fetched
+        model = _fetch(name, img_size)
     return model.eval().to(target)
 
 
@@ -132,22 +150,47 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
 
 
-def _build(name: str) -> nn.Module:
+def _build(name: str, img_size: ImgSize = None) -> nn.Module:
+    """Without weights.
+
+    Raises:
+        UsageError: the model takes no images of that size.
+    """
+    options: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
     if name == "vit16":
-        model: nn.Module = vit16()
+        model: nn.Module = vit16(**options)
     elif name == "digits_vit":
         from tntprune.digits_vit import build
 
-        model = build()
+        model = build(**options)
     else:
-        model = timm.create_model(name)
+        try:
+            model = timm.create_model(name, **options)
+        except (TypeError, AssertionError, RuntimeError, ValueError, ArithmeticError) as error:  # as the family has it
+            if not options:
+                raise
+            reason = _first_line(error)
+            raise UsageError(f"--img-size {_size(img_size)}: {name} takes no such images ({reason})") from None
+    if img_size is not None:
+        _check_multiple(name, model, img_size)
     return model
 
 
-def _fetch(name: str) -> nn.Module:
+def _check_multiple(name: str, model: Any, img_size: tuple[int, int]) -> None:
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
+    if any(size < step or size % step for size, step in zip(img_size, patch, strict=True)):
+        raise UsageError(f"--img-size {_size(img_size)}: the patches of {name} are {_size(patch)}; expected multiples")
+
+
+def _size(size: Any) -> str:
+    return " ".join(map(str, size))
+
+
+def _fetch(name: str, img_size: ImgSize = None) -> nn.Module:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries are told below, in one line
     try:
-        model: nn.Module = timm.create_model(name, pretrained=True)
+        options: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
+        model: nn.Module = timm.create_model(name, pretrained=True, **options)
         return model
     except Exception as error:  # no network, no such repository, a proxy: the Hub's client has a dozen of these
         raise UserError(

@@ -91,6 +91,11 @@ class Backbone(ABC):
         """How many classes the model tells apart; 0 where it gives an embedding instead."""
         return int(getattr(model, "num_classes", 0))
 
+    def input_size(self, model: nn.Module) -> tuple[int, int, int]:
+        """Channels, rows and columns of the images that the model was made for."""
+        tower: Any = self.tower(model)
+        return (tower.patch_embed.proj.in_channels, *tower.patch_embed.img_size)
+
     @abstractmethod
     def obstacle(self, model: nn.Module) -> str | None:
         """What about this model is not supported, by name; None if nothing."""
@@ -133,6 +138,9 @@ def find_backbone(model: nn.Module) -> Backbone:
     classes = [c for package in packages for a in _adapters(package) for c in {**a.swaps, **a.holders}]
     known = ", ".join(f"{c.__module__.split('.')[0]} {c.__name__}" for c in classes)
     hint = "; reduce the model before it is wrapped or compiled" if hasattr(model, "_orig_mod") else ""
+    inside = next((name for name, child in model.named_children() if _knowing(child) is not None), None)
+    if inside and not hint:
+        hint = f"; reduce what is inside it instead, which is its .{inside}"
     raise UserError(f"{type(model).__module__}.{type(model).__name__} is not supported; expected {known}{hint}")
 
 
@@ -205,7 +213,7 @@ class Reduced:
         Raises:
             UserError: the model takes no images of that size, or does not say.
         """
-        embed = getattr(self, "patch_embed", None)
+        embed: Any = getattr(self, "patch_embed", None)
         if not hasattr(embed, "dynamic_feat_size"):
             raise UserError(f"{type(self).__name__} does not tell its grid; expected a model with timm's patch_embed")
         given = tuple(images.shape[-2:])
@@ -223,9 +231,9 @@ class Reduced:
         rows, columns = embed.dynamic_feat_size(given)
         return rows, columns
 
-    def final(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """The model's last norm."""
-        return self.norm(x)  # type: ignore[no-any-return]
+    def final(self: Any, tokens: Tokens) -> Tokens:
+        """The tokens as they leave the model's last norm."""
+        return replace(tokens, x=self.norm(tokens.x))
 
     def walk(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ class Intermediates:
 
         def note(tokens: Tokens) -> None:
             tokens = self.reduction.unfold(tokens)
-            tokens = replace(tokens, x=self.final(tokens.x) if norm else tokens.x)
+            tokens = self.final(tokens) if norm else tokens
             grids.append((fill if output_fmt == "NCHW" else spread)(tokens, grid))
             prefixes.append(tokens.x[:, : tokens.prefix])
 
@@ -77,9 +76,9 @@ class Intermediates:
             told = {"image_intermediates": grids}
             if both:
                 told["image_intermediates_prefix"] = prefixes
-            return told if intermediates_only else {**told, "image_features": self.final(tokens.x)}
+            return told if intermediates_only else {**told, "image_features": self.final(tokens).x}
         found = list(zip(grids, prefixes, strict=True)) if both else grids
-        return found if intermediates_only else (self.final(tokens.x), found)
+        return found if intermediates_only else (self.final(tokens).x, found)
 
     def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: the reduction was made for all blocks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from timm.models.vision_transformer import VisionTransformer
 
 
-def vit16(num_classes: int = 1000, img_size: int = 224) -> VisionTransformer:
+def vit16(num_classes: int = 1000, img_size: int | tuple[int, int] = 224) -> VisionTransformer:
     """Depth 12, width 768, MLP width 768, patches of 16, no CLS token, mean pooling; random weights.
 
     The number of heads, 12, is a guess that no published figure depends on. The authors released no weights.

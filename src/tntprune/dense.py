@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -28,6 +27,8 @@ def features(
     A merged patch gets the token that carries it, a dropped one the token that was kept nearest to it. Where nothing of
     an image was kept, as A-ViT can do, its grid is 0. Of an unpruned model it is simply its own grid.
 
+    A module that calls this compiles in one graph and can be exported.
+
     Args:
         model: A supported model, reduced or not.
         images: (B, C, H, W), normalised as the model wants them, of any size that it takes.
@@ -46,8 +47,7 @@ def features(
         backbone = find_backbone(model)
         tower, grid = backbone.tower(model), backbone.grid(model, images)
     if isinstance(tower, Reduced):
-        tokens: Tokens = tower.walk(images, follow=True)
-        tokens = replace(tokens, x=tower.final(tokens.x))
+        tokens: Tokens = tower.final(tower.walk(images, follow=True))
     else:
         tokens = backbone.answer(model, images).tokens
     found = fill(tokens, grid)
