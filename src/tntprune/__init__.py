@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ZeroTPrune,
     )  # fmt: skip
     from tntprune.counting import macs
+    from tntprune.dense import features
     from tntprune.errors import UsageError, UserError
     from tntprune.exporters.export import export
     from tntprune.reduce import reduce_, restore_
@@ -30,15 +31,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "UsageError", "UserError",
-    "ZeroTPrune", "calibrate_", "export", "load_", "macs", "push", "record", "reduce_", "restore_", "save", "vit16",
+    "ZeroTPrune", "calibrate_", "export", "features", "load_", "macs", "push", "record", "reduce_", "restore_", "save",
+    "vit16",
 ]  # fmt: skip
 
 _HOMES = {
     **dict.fromkeys(
         ("ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune"), "config"
     ), "UsageError": "errors", "UserError": "errors", "calibrate_": "train", "export": "exporters.export",
-    "load_": "checkpoint", "macs": "counting", "push": "share", "record": "trace", "reduce_": "reduce",
-    "restore_": "reduce", "save": "checkpoint", "vit16": "backbones.vit16",
+    "features": "dense", "load_": "checkpoint", "macs": "counting", "push": "share", "record": "trace",
+    "reduce_": "reduce", "restore_": "reduce", "save": "checkpoint", "vit16": "backbones.vit16",
 }  # fmt: skip
 
 
