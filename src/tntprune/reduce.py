@@ -55,8 +55,8 @@ def reduce_(model: Model, config: Config | str | Path, *more: Config, **changes:
     kind = implementation(type(config))
     method = kind(config, layout).train(tower.training)
     method.to(next(tower.parameters()).device)
-    if type(tower) in backbone.swaps:
-        tower.__class__ = backbone.swaps[type(tower)]
+    for part in (tower, model):
+        part.__class__ = backbone.swaps.get(type(part), type(part))
     tower.reduction = method
     return model
 
@@ -72,24 +72,29 @@ def restore_(model: Model) -> Model:
     tower: Any = tower_of(model)
     if is_reduced(model):
         del tower.reduction
-        swaps = find_backbone(model).swaps
-        tower.__class__ = next(plain for plain, reduced in swaps.items() if reduced is type(tower))
+        plain: Any = {reduced: kind for kind, reduced in find_backbone(model).swaps.items()}
+        for part in (tower, model):
+            part.__class__ = plain.get(type(part), type(part))
     return model
 
 
 def base_of(model: Model) -> Model:
     """The unpruned model as a second object that shares every weight with the first."""
+    return restore_(twin_of(model))
+
+
+def twin_of(model: Model) -> Model:
+    """The same model as a second object that shares every weight with the first, to put another reduction on."""
     tower = tower_of(model)
     path = next(name for name, module in model.named_modules() if module is tower)
-    base: Model = _twin(model)
-    inner: Any = base
-    for name in path.split(".") if path else []:  # what lies on the way to the tower is copied too
+    twin: Model = _twin(model)
+    inner: Any = twin
+    for name in path.split(".") if path else []:  # what lies on the way to the tower is a second object too
         inner._modules[name] = inner = _twin(inner._modules[name])
-    return restore_(base)
+    return twin
 
 
 def _twin(module: Any) -> Any:
-    """A second object with the same parameters and the same submodules."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin

@@ -132,6 +132,11 @@ class Trainer:
         if tunes:  # the teacher stays as it was
             self.base = copy.deepcopy(self.base).requires_grad_(False).eval()
         self.backbone = find_backbone(model)
+        if self.method.ce and not self.backbone.classes(model):
+            raise UserError(
+                f"{type(model).__name__} tells no classes apart, so there is no cross-entropy to train against; "
+                "expected a classifier, or a method that is trained without labels, such as tnt"
+            )
         self.device = device_of(model)
         self.bf16 = training.on(self.device).amp == "bf16"
         self.learned = dict(learned_parameters(model, tunes))

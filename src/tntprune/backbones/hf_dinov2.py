@@ -1,0 +1,121 @@
+"""Hugging Face's DINOv2, with and without register tokens: the models alone and with their classifiers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.models.dinov2 import modeling_dinov2 as plain
+from transformers.models.dinov2_with_registers import modeling_dinov2_with_registers as registers
+
+from tntprune.backbones.base import Costs
+from tntprune.backbones.hf import Anatomy, HuggingFace, Parts, ReducedPooling, ReducedTower, linears, mean_by_size
+from tntprune.methods.base import Layout
+from tntprune.tokens import Tokens
+
+
+def _parts(block: Any) -> Parts:
+    attention = block.attention
+    return Parts(
+        block.norm1, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+        attention.head_dim, attention.scaling, attention.attention_dropout if attention.training else 0.0,
+        lambda x: block.drop_path(block.layer_scale1(x)),
+        block.norm2, block.mlp, lambda x: block.drop_path(block.layer_scale2(x)),
+    )  # fmt: skip
+
+
+ANATOMY = Anatomy(
+    name="DINOv2",
+    layers=(plain.Dinov2Layer, registers.Dinov2WithRegistersLayer),
+    blocks=lambda tower: tower.encoder.layer,
+    prefix=lambda tower: 1 + getattr(tower.config, "num_register_tokens", 0),
+    patch=lambda tower: tower.embeddings.patch_embeddings.projection,
+    image_size=lambda tower: tuple(tower.embeddings.patch_embeddings.image_size),
+    parts=_parts,
+    interpolates=False,
+)
+
+
+class _Tower(ReducedTower):
+    anatomy = ANATOMY
+
+    def final(self: Any, tokens: Tokens) -> Tokens:
+        return replace(tokens, x=self.layernorm(tokens.x))
+
+    def pooled(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.x[:, 0, :]
+
+    def forward(
+        self, pixel_values: Any = None, bool_masked_pos: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        """Images to the tokens that are left, normalised."""
+        return self.answer(pixel_values, (bool_masked_pos, attention_mask), kwargs)
+
+
+def _pool(tokens: Tokens) -> torch.Tensor:
+    """What the classifiers read: the CLS token and the mean of the patch tokens, (B, 2 D)."""
+    return torch.cat([tokens.x[:, 0], mean_by_size(tokens)], dim=1)
+
+
+class _Classifier(ReducedPooling):
+    pool = staticmethod(_pool)
+
+    def forward(
+        self: Any, pixel_values: Any = None, labels: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        """Images to logits, as the unpruned model; the mean weighs merged tokens by their size."""
+        tower: Any = self.get_submodule(self.base_model_prefix)
+        loss = {name: value for name, value in kwargs.items() if name != "return_dict"}
+        return self.classify(labels, tower.run(pixel_values, (attention_mask,), kwargs, pools=False), kwargs, **loss)
+
+
+class Dinov2Model(_Tower, plain.Dinov2Model):  # type: ignore[misc]
+    """A Dinov2Model whose forward drops or merges tokens."""
+
+
+class Dinov2WithRegistersModel(_Tower, registers.Dinov2WithRegistersModel):  # type: ignore[misc]
+    """A Dinov2WithRegistersModel whose forward drops or merges tokens."""
+
+
+class Dinov2ForImageClassification(_Classifier, plain.Dinov2ForImageClassification):  # type: ignore[misc]
+    """A Dinov2ForImageClassification with such a tower."""
+
+
+class Dinov2WithRegistersForImageClassification(
+    _Classifier,
+    registers.Dinov2WithRegistersForImageClassification,  # type: ignore[misc]
+):
+    """A Dinov2WithRegistersForImageClassification with such a tower."""
+
+
+class HuggingFaceDinov2(HuggingFace):
+    """The adapter."""
+
+    anatomy = ANATOMY
+    swaps: ClassVar = {
+        plain.Dinov2Model: Dinov2Model,
+        plain.Dinov2ForImageClassification: Dinov2ForImageClassification,
+        registers.Dinov2WithRegistersModel: Dinov2WithRegistersModel,
+        registers.Dinov2WithRegistersForImageClassification: Dinov2WithRegistersForImageClassification,
+    }
+    holders: ClassVar = {
+        plain.Dinov2ForImageClassification: plain.Dinov2ForImageClassification.base_model_prefix,
+        registers.Dinov2WithRegistersForImageClassification: (
+            registers.Dinov2WithRegistersForImageClassification.base_model_prefix
+        ),
+    }
+
+    def pool(self, model: nn.Module) -> str:
+        return "avg" if hasattr(model, "classifier") else "token"
+
+    def ends(self, model: Any, costs: Costs, shape: Layout) -> Costs:
+        return costs._replace(head=linears(getattr(model, "classifier", nn.Identity())))
+
+    def head(self, model: Any, tokens: Tokens, pooled: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        out = model.classifier(_pool(tokens)) if hasattr(model, "classifier") else tokens.x[:, 0]
+        return out, out
+
+
+ADAPTER = HuggingFaceDinov2()

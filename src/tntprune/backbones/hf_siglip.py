@@ -1,0 +1,101 @@
+"""Hugging Face's SigLIP: the vision tower alone, with a classifier, and inside the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.models.siglip import modeling_siglip as siglip
+
+from tntprune.attention import log_size
+from tntprune.backbones import hf_clip
+from tntprune.backbones.base import Costs
+from tntprune.backbones.hf import HuggingFace, ReducedModel, ReducedPooling, ReducedTower, linears, mean_by_size
+from tntprune.methods.base import Layout
+from tntprune.tokens import Tokens
+
+ANATOMY = replace(hf_clip.ANATOMY, name="SigLIP", layers=(siglip.SiglipEncoderLayer,), prefix=lambda tower: 0)
+
+
+def _attend(head: Any, tokens: Tokens) -> torch.Tensor:
+    """Attention pooling, (B, n, D) to (B, D), to which a token of size s counts like s equal ones."""
+    if tokens.size is None:
+        return head(tokens.x)  # type: ignore[no-any-return]
+    bias = log_size(tokens.size, 0, proportional=True)[:, 0, 0].to(tokens.x.dtype)  # (B, n)
+    probe = head.probe.expand(tokens.x.shape[0], -1, -1)  # (B, 1, D)
+    x = head.attention(probe, tokens.x, tokens.x, key_padding_mask=bias, need_weights=False)[0]
+    x = x + head.mlp(head.layernorm(x))
+    return x[:, 0]  # type: ignore[no-any-return]
+
+
+class SiglipVisionModel(ReducedTower, siglip.SiglipVisionModel):  # type: ignore[misc]
+    """A SiglipVisionModel whose forward drops or merges tokens."""
+
+    anatomy = ANATOMY
+
+    def final(self, tokens: Tokens) -> Tokens:
+        return replace(tokens, x=self.post_layernorm(tokens.x))
+
+    def pooled(self, tokens: Tokens) -> torch.Tensor | None:
+        return _attend(self.head, tokens) if self.use_head else None
+
+    def forward(self, pixel_values: Any, interpolate_pos_encoding: Any = False, **kwargs: Any) -> Any:
+        """Images to the tokens that are left, normalised, and pooled where the model does that."""
+        masks = (kwargs.get("attention_mask"),)
+        return self.answer(pixel_values, masks, kwargs, interpolate_pos_encoding=interpolate_pos_encoding)
+
+
+class SiglipModel(ReducedModel, siglip.SiglipModel):  # type: ignore[misc]
+    """A SiglipModel with such a tower; the text is left as it is."""
+
+
+class SiglipForImageClassification(ReducedPooling, siglip.SiglipForImageClassification):  # type: ignore[misc]
+    """A SiglipForImageClassification with such a tower."""
+
+    pool = staticmethod(mean_by_size)
+
+    def forward(
+        self, pixel_values: Any = None, labels: Any = None, interpolate_pos_encoding: Any = False, **kwargs: Any
+    ) -> Any:
+        """Images to logits, as the unpruned model; the mean weighs merged tokens by their size."""
+        options = {"interpolate_pos_encoding": interpolate_pos_encoding}
+        found = self.vision_model.run(pixel_values, (kwargs.get("attention_mask"),), kwargs, pools=False, **options)
+        return self.classify(labels, found, kwargs)
+
+
+class HuggingFaceSiglip(HuggingFace):
+    """The adapter."""
+
+    anatomy = ANATOMY
+    swaps: ClassVar = {
+        siglip.SiglipVisionModel: SiglipVisionModel,
+        siglip.SiglipForImageClassification: SiglipForImageClassification,
+        siglip.SiglipModel: SiglipModel,
+    }
+    holders: ClassVar = dict.fromkeys((siglip.SiglipForImageClassification, siglip.SiglipModel), "vision_model")
+
+    def pool(self, model: nn.Module) -> str:
+        tower: Any = self.tower(model)
+        return "avg" if hasattr(model, "classifier") or not tower.use_head else "map"
+
+    def ends(self, model: Any, costs: Costs, shape: Layout) -> Costs:
+        """Of a whole SiglipModel, what an image costs. Not counted: the text, and a pooled output that nobody reads."""
+        tower: Any = self.tower(model)
+        width, pool = shape.embed_dim, 0
+        once = linears(getattr(model, "classifier", nn.Identity()))
+        if tower.use_head and not hasattr(model, "classifier"):
+            pool = 2 * width * width + 2 * width  # keys and values, and their products with one query
+            once += 2 * width * width + costs.norm + linears(tower.head.mlp)
+        return costs._replace(pool=pool, head=once)
+
+    def head(self, model: Any, tokens: Tokens, pooled: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if hasattr(model, "classifier"):
+            out = model.classifier(mean_by_size(tokens))
+        else:
+            out = mean_by_size(tokens) if pooled is None else pooled
+        return out, out
+
+
+ADAPTER = HuggingFaceSiglip()

@@ -1,0 +1,119 @@
+"""Hugging Face models small enough to run every method on every kind of them in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tntprune[hf]'")
+
+from transformers import (  # noqa: E402
+    CLIPConfig,
+    CLIPForImageClassification,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    CLIPVisionModelWithProjection,
+    DeiTConfig,
+    DeiTForImageClassification,
+    DeiTForImageClassificationWithTeacher,
+    DeiTModel,
+    Dinov2Config,
+    Dinov2ForImageClassification,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersForImageClassification,
+    SiglipConfig,
+    SiglipForImageClassification,
+    SiglipModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+)
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32,
+    "patch_size": 4,
+}  # fmt: skip
+DINO = {**{k: v for k, v in SHAPE.items() if k != "intermediate_size"}, "mlp_ratio": 2}
+TEXT = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99,
+    "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+CLASSES = {"num_labels": 7}
+
+
+def _clip(**more: Any) -> CLIPConfig:
+    return CLIPConfig(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16, **more)
+
+
+def _siglip(**more: Any) -> SiglipConfig:
+    return SiglipConfig(vision_config=dict(SHAPE), text_config={**TEXT, "projection_size": 32}, **more)
+
+
+KINDS: dict[str, Callable[[], torch.nn.Module]] = {
+    "vit": lambda: ViTModel(ViTConfig(**SHAPE)),
+    "vit_classifier": lambda: ViTForImageClassification(ViTConfig(**{**SHAPE, "image_size": (24, 40)}, **CLASSES)),
+    "deit": lambda: DeiTModel(DeiTConfig(**SHAPE)),
+    "deit_classifier": lambda: DeiTForImageClassification(DeiTConfig(**SHAPE, **CLASSES)),
+    "deit_teacher": lambda: DeiTForImageClassificationWithTeacher(DeiTConfig(**SHAPE, **CLASSES)),
+    "dinov2": lambda: Dinov2Model(Dinov2Config(**DINO)),
+    "dinov2_classifier": lambda: Dinov2ForImageClassification(Dinov2Config(**DINO, use_swiglu_ffn=True, **CLASSES)),
+    "registers_classifier": lambda: Dinov2WithRegistersForImageClassification(
+        Dinov2WithRegistersConfig(**DINO, num_register_tokens=3, **CLASSES)
+    ),
+    "clip_vision": lambda: CLIPVisionModel(CLIPVisionConfig(**SHAPE)),
+    "clip_projection": lambda: CLIPVisionModelWithProjection(CLIPVisionConfig(**SHAPE, projection_dim=16)),
+    "clip_classifier": lambda: CLIPForImageClassification(_clip(**CLASSES)),
+    "clip": lambda: CLIPModel(_clip()),
+    "siglip_vision": lambda: SiglipVisionModel(SiglipVisionConfig(**SHAPE)),
+    "siglip_no_head": lambda: SiglipVisionModel(SiglipVisionConfig(**SHAPE, vision_use_head=False)),
+    "siglip_classifier": lambda: SiglipForImageClassification(_siglip(**CLASSES)),
+    "siglip": lambda: SiglipModel(_siglip()),
+}
+CLASSIFIERS = [kind for kind in KINDS if "classifier" in kind or "teacher" in kind]
+WHOLE = ("clip", "siglip")  # with text
+WORDS = torch.tensor([[1, 7, 8, 2], [1, 9, 11, 2]])
+
+
+def make(kind: str, attention: str = "sdpa") -> Any:
+    """A random model in eval mode, the same at every call, with nothing at its initial zeros."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = KINDS[kind]()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.set_attn_implementation(attention)
+    return model.eval()
+
+
+def photos_for(kind: str, count: int = 3, size: tuple[int, int] | None = None) -> torch.Tensor:
+    """Random images, of the model's own size."""
+    size = size or ((24, 40) if kind == "vit_classifier" else (32, 32))
+    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(1))
+
+
+def call(model: Any, images: torch.Tensor, **options: Any) -> Any:
+    """The model's own output, of images, and of words where it reads them."""
+    words = {"input_ids": WORDS} if hasattr(model, "text_model") else {}
+    return model(pixel_values=images, **words, **options)
+
+
+def run(model: Any, images: torch.Tensor, **options: Any) -> torch.Tensor:
+    """What one would use of the output."""
+    with torch.inference_mode():
+        return used(call(model, images, **options))
+
+
+def used(out: Any) -> torch.Tensor:
+    """Logits if there are any, else the embedding, else the CLS token or the mean."""
+    for name in ("logits", "logits_per_image", "image_embeds", "pooler_output"):
+        if getattr(out, name, None) is not None:
+            return getattr(out, name)
+    return out.last_hidden_state[:, 0]
