@@ -208,7 +208,8 @@ In {seconds:.0f} s on two cores, on 1,000 photos (the NIPS 2017 development set,
 
 Scorers trained on {train} of the 1,000 photos were compared on the other {held}, by their mean divergence from the
 unpruned model. The mean of two trainings is not better than each of them at every rate, so that one is shipped as it
-was trained. {similar} similar tokens go because that diverges least at `keep={keep}`.
+was trained. {similar} similar tokens go because that diverges least at `keep={keep}`; {held} photos can hardly tell it
+from the others, though.
 
 | scorers | similar | keep | divergence | agreement % |
 |---|---:|---:|---:|---:|

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import time
 
 import pytest
@@ -109,6 +110,17 @@ def test_without_a_connection_the_cache_answers(hub, folder, monkeypatch):
     assert download("someone/small", "reducer.safetensors") == there and len(hub.asked) == asked
     refused(lambda: download("someone/small", "README.md"), "HF_HUB_OFFLINE is set, and the cache has no copy")
     refused(lambda: upload(folder, "someone/small", "m"), "someone/small: could not be pushed", "HF_HUB_OFFLINE is set")
+
+
+def test_attempts_are_not_told_one_by_one(hub, monkeypatch, caplog):
+    hub.__exit__()
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    logger = logging.getLogger("huggingface_hub")
+    monkeypatch.setattr(logger, "propagate", True)  # to where caplog listens
+    with caplog.at_level(logging.WARNING, "huggingface_hub"):
+        logger.warning("heard")
+        refused(lambda: download("someone/small", "README.md"), "cannot be reached")
+        assert [record.message for record in caplog.records] == ["heard"] and logger.level == logging.WARNING
 
 
 def test_without_a_connection_nothing_is_pushed(hub, folder):

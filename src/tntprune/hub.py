@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tntprune.errors import UsageError, UserError
@@ -47,7 +50,8 @@ def download(source: str, file: str, revision: str | None = None) -> Path:
 
     repo, revision = split(source, revision)
     try:
-        return Path(hf_hub_download(repo, file, revision=revision))
+        with _quiet():
+            return Path(hf_hub_download(repo, file, revision=revision))
     except Exception as error:  # the Hub's client raises a dozen kinds
         raise UserError(
             f"{source}: no such folder here, and the Hub gave none ({reason(error, file, revision)}); "
@@ -89,13 +93,26 @@ def upload(
     api = HfApi(token=token)
     files = [CommitOperationAdd(path.name, path.read_bytes()) for path in sorted(folder.iterdir())]
     try:
-        api.create_repo(repo, private=private, exist_ok=True)
-        if branch not in (None, "main"):
-            api.create_branch(repo, branch=branch, exist_ok=True)
-        commit = api.create_commit(repo, files, commit_message=message, revision=branch)
+        with _quiet():
+            api.create_repo(repo, private=private, exist_ok=True)
+            if branch not in (None, "main"):
+                api.create_branch(repo, branch=branch, exist_ok=True)
+            commit = api.create_commit(repo, files, commit_message=message, revision=branch)
     except Exception as error:  # the Hub's client raises a dozen kinds
         raise UserError(f"{target}: could not be pushed ({reason(error, revision=branch)})") from None
     return str(commit.commit_url)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Each of the client's attempts would be a line of its own; what came of them is told in one, at the end."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def reason(error: BaseException, file: str = "", revision: str | None = None) -> str:
