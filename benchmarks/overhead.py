@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -27,11 +27,10 @@ from tntprune import ATS, TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, Top
 from tntprune.attention import Heads
 from tntprune.config import Config
 from tntprune.environment import stamp
-from tntprune.methods.base import Method, Plan
-from tntprune.reduce import base_of, reduction_of
-from tntprune.schedule import Place, Step
+from tntprune.methods.base import Method
+from tntprune.oracle import Slicing, beside
+from tntprune.reduce import reduction_of
 from tntprune.storage import write
-from tntprune.tokens import Tokens
 
 MODEL = "deit_small_distilled_patch16_224"
 METHODS: dict[str, tuple[Config, float]] = {  # with the most that its own time may be, in percent
@@ -49,22 +48,6 @@ METHODS: dict[str, tuple[Config, float]] = {  # with the most that its own time 
     "ToMe": (ToMe(at=3, keep=0.5), 8),
     "ToMe, r=13 in every block": (ToMe(r=13), 8),
 }
-
-
-class Slicing(Method):
-    """As many tokens as another method leaves, simply the first ones: the limit for any method."""
-
-    def __init__(self, other: Method) -> None:
-        super().__init__(other.config, other.layout)
-
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
-        return replace(
-            tokens, x=tokens.x[:, : tokens.prefix + step.leaving].contiguous(), index=tokens.index[:, : step.leaving]
-        )
-
-    def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:
-        step = plan.get(place)
-        return tokens if step is None or step.leaving > step.entering else self.reduce(tokens, step, heads)
 
 
 @contextmanager
@@ -113,9 +96,7 @@ def cost(model: nn.Module, config: Config, images: torch.Tensor, rounds: int) ->
     """Measure one method."""
     reduce_(model, config)
     method = reduction_of(model)
-    oracle = base_of(model)
-    reduce_(oracle, Random())
-    oracle.reduction = Slicing(method).eval()
+    oracle = beside(model, Slicing)
     shares, totals, ratios = [], [], []
     for number in range(rounds + 2):  # two to warm up
         seconds = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from tntprune import __version__, commands, commands_export, commands_push, console
+from tntprune import __version__, commands, commands_bench, commands_export, commands_push, console
 from tntprune.errors import UserError
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -23,6 +23,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "train": commands.train,
     "eval": commands.evaluate,
     "show": commands.show,
+    "bench": commands_bench.bench,
     "export": commands_export.export,
     "push": commands_push.push,
 }

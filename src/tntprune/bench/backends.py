@@ -1,0 +1,89 @@
+"""How a model is run: eagerly, compiled, or compiled with CUDA graphs. And whether it still gives what it should."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import types
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from tntprune.bench.names import Backend
+from tntprune.errors import UsageError, UserError
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 2e-2}  # of the root mean square of the eager model's output
+Run = Callable[[torch.Tensor], Any]
+_lines = itertools.count(1)
+
+
+def check_backends(backends: tuple[Backend, ...], device: torch.device) -> None:
+    """Refuse what a device does not have.
+
+    Raises:
+        UsageError: CUDA graphs are asked for elsewhere than on a GPU.
+    """
+    if "cudagraphs" in backends and device.type != "cuda":
+        raise UsageError(f"backend cudagraphs: the device is {device}; expected --device cuda, or eager and compile")
+    if odd := [name for name in backends if name not in get_args(Backend)]:
+        raise UsageError(f"backend {odd[0]!r}: expected one of {', '.join(get_args(Backend))}")
+
+
+def prepared(model: nn.Module, backend: Backend) -> Run:
+    """A function from images to the model's output; nothing is compiled before it is called for the first time.
+
+    Every call gives a function with a code object of its own, because Dynamo keeps what it compiled by code object:
+    it would give up after eight models of one class, and look through all of them at every call.
+    """
+
+    def run(images: torch.Tensor) -> Any:
+        return model(images)
+
+    if backend == "eager":
+        return run
+    code = run.__code__.replace(co_firstlineno=next(_lines))
+    own = types.FunctionType(code, run.__globals__, "run", run.__defaults__, run.__closure__)
+    mode = "reduce-overhead" if backend == "cudagraphs" else None
+    return torch.compile(own, fullgraph=True, dynamic=False, mode=mode)
+
+
+def first_run(run: Run, images: torch.Tensor, backend: Backend) -> Any:
+    """Run it for the first time, and make sure that what was to be compiled was compiled, whole.
+
+    Raises:
+        UserError: it does not compile, or Dynamo is switched off.
+    """
+    if backend == "eager":
+        return run(images)
+    from torch._dynamo.utils import counters
+
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns where there is no CUDA
+    before = counters["stats"]["unique_graphs"]
+    try:
+        out = run(images)
+    except Exception as error:  # Dynamo, Inductor and the C++ compiler have a hundred ways to fail
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(f"does not compile: {reason}") from None
+    if counters["stats"]["unique_graphs"] != before + 1:
+        graphs = counters["stats"]["unique_graphs"] - before
+        raise UserError(f"was not compiled whole: {graphs} graphs instead of 1 (is TORCHDYNAMO_DISABLE set?)")
+    return out
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """A model's logits, or what comes nearest in what it gives, in fp32."""
+    if isinstance(output, torch.Tensor):
+        return output.float()
+    for name in ("logits", "logits_per_image", "image_embeds", "pooler_output", "last_hidden_state"):
+        if getattr(output, name, None) is not None:
+            return getattr(output, name).float()  # type: ignore[no-any-return]
+    raise UserError(f"{type(output).__name__}: no logits in what the model gives; expected a tensor or a ModelOutput")
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, as a share of the root mean square of what was expected."""
+    scale = expected.square().mean().sqrt().clamp(min=1e-12)
+    return float((found - expected).abs().max() / scale)

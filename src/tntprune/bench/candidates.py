@@ -1,0 +1,101 @@
+"""What is timed: the unpruned model, its reductions, and beside each the oracle and random drop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from tntprune.config import Config
+from tntprune.counting import macs
+from tntprune.oracle import Scattered, Slicing, beside
+from tntprune.reduce import base_of, is_reduced, reduce_, reduction_of, twin_of
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One model to time. All of them share their weights.
+
+    Args:
+        method: "unpruned", "oracle", "random" or a method's name.
+        options: The method's options that are not at their defaults; for the oracle and random drop, those of the
+            method whose numbers of tokens they have.
+        keep: The share that stays at each location, or None where a method has no such option.
+        model: In eval mode.
+        mac_ratio: The unpruned model's multiply-accumulates over this one's; of a method whose number of tokens
+            differs from image to image, the least it can be.
+        variable: Whether it is such a method.
+        tokens: Patch tokens that enter each block.
+        oracle: Which candidate is the oracle of this one, by its number, or None.
+    """
+
+    method: str
+    options: str
+    keep: float | tuple[float, ...] | None
+    model: nn.Module
+    mac_ratio: float
+    variable: bool
+    tokens: tuple[int, ...]
+    oracle: int | None = None
+
+
+def candidates(model: nn.Module, configs: Sequence[Config], reduced: Sequence[nn.Module] = ()) -> list[Candidate]:
+    """The unpruned model, then every reduction; beside each new set of token counts the oracle and random drop.
+
+    Args:
+        model: In eval mode; a reduction that is on it is left out.
+        configs: What to put on it.
+        reduced: Models of the same shape that are reduced already, such as trained ones.
+    """
+    base = base_of(model)
+    found = [_candidate("unpruned", base)]
+    oracles: dict[Any, int] = {}
+    for one in [*reduced, *(reduce_(twin_of(base), config) for config in configs)]:
+        method = reduction_of(one)
+        steps = method.steps(method.layout.patches)
+        key = tuple((step.place, step.leaving) for step in steps.values())
+        if steps and key not in oracles:
+            for name, kind in (("oracle", Slicing), ("random", Scattered)):
+                found.append(_candidate(name, beside(one, kind)))
+            oracles[key] = len(found) - 2
+            found[-1] = _with_oracle(found[-1], oracles[key])
+        found.append(_with_oracle(_candidate(method.config.method, one), oracles.get(key)))
+    return found
+
+
+def _with_oracle(candidate: Candidate, number: int | None) -> Candidate:
+    return Candidate(**{**{f.name: getattr(candidate, f.name) for f in fields(candidate)}, "oracle": number})
+
+
+def _candidate(method: str, model: nn.Module) -> Candidate:
+    cost = macs(model)
+    config = reduction_of(model).config if is_reduced(model) else None
+    options = "" if config is None else described(config)
+    ratio = cost.base_macs / cost.macs
+    return Candidate(method, options, _keep(config), model, ratio, cost.most, tuple(cost.tokens))
+
+
+def _keep(config: Config | None) -> Any:
+    """The share that stays at each location, if that is what the config says."""
+    if config is None or hasattr(config, "parts"):
+        return None
+    others = [name for name in config.rivals if name != "keep" and getattr(config, name) is not None]
+    if others or (config.at is None and config.keep is None):
+        return None
+    return config.given[0] if len(config.given) == 1 else config.given
+
+
+def described(config: Config) -> str:
+    """A config as one line, as `config_from_text` reads it: its method and what is not at its default."""
+    if parts := getattr(config, "parts", None):
+        return " then ".join(map(described, parts))
+    changed = []
+    for entry in fields(config):
+        value = getattr(config, entry.name)
+        many = value if isinstance(value, tuple) else (value,)
+        default = entry.default if isinstance(entry.default, tuple) else (entry.default,)
+        if many != default and value is not None:
+            changed.append(f"{entry.name}={','.join(map(str, many))}")
+    return " ".join([config.method, *changed])

@@ -1,0 +1,112 @@
+"""Photos from disk to answers: the loader alone, the model alone, and both together.
+
+A model that is twice as fast gains nothing where the loader is what one waits for; these figures tell it apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tntprune.bench.candidates import Candidate
+from tntprune.data import Photo, Photos, collate, input_mode, transform_for
+from tntprune.errors import UserError
+from tntprune.evaluate import wait
+from tntprune.reduce import device_of
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """One model with a loader.
+
+    Args:
+        method: "unpruned" or a method's name.
+        options: The method and its options.
+        batch: Images at a time.
+        workers: Processes that read photos; 0: the model's own process does.
+        loader_images_per_s: Reading and preparing photos, with nobody waiting for the model.
+        model_images_per_s: The forward pass on images that are in memory, and moved to the device.
+        end_to_end_images_per_s: Both, as they run together.
+        bound_by: "loader" or "model": which of the two is the slower one.
+    """
+
+    method: str
+    options: str
+    batch: int
+    workers: int
+    loader_images_per_s: float
+    model_images_per_s: float
+    end_to_end_images_per_s: float
+    bound_by: str
+
+
+@torch.inference_mode()
+def throughput(
+    models: Sequence[Candidate], photos: Sequence[Photo], *, batch: int, workers: int, batches: int = 8
+) -> list[Throughput]:
+    """Measure models, in turns, on photos.
+
+    Args:
+        models: In eval mode.
+        photos: At least one; they are gone through again until there are enough.
+        batch: Images at a time.
+        workers: Processes that read photos.
+        batches: Batches that are timed, after one that is not.
+
+    Raises:
+        UserError: a photo cannot be read.
+    """
+    model = models[0].model
+    device = device_of(model)
+    wanted = batch * (batches + 1)
+    dataset = Photos((list(photos) * -(-wanted // len(photos)))[:wanted], transform_for(model), input_mode(model))
+
+    def loaded() -> Iterator[torch.Tensor]:
+        for one in DataLoader(dataset, batch_size=batch, num_workers=workers, collate_fn=collate):
+            if one.bad:
+                raise UserError(one.bad[0])
+            yield one.images
+
+    alone = _rate(loaded(), batch, device, None)
+    images = next(loaded())
+    found = []
+    for one in models:
+        in_memory = _rate(iter([images] * (batches + 1)), batch, device, one.model)
+        both = _rate(loaded(), batch, device, one.model)
+        bound = "loader" if alone < in_memory else "model"
+        found.append(Throughput(one.method, one.options, batch, workers, alone, in_memory, both, bound))
+    return found
+
+
+def _rate(batches: Iterator[torch.Tensor], batch: int, device: torch.device, model: Any) -> float:
+    """Images a second, after the first batch."""
+    run: Callable[[torch.Tensor], Any] = model if isinstance(model, nn.Module) else lambda images: images
+    run(next(batches).to(device))
+    wait(device)
+    begin, count = time.perf_counter(), 0
+    for images in islice(batches, None):
+        run(images.to(device, non_blocking=True))
+        count += len(images)
+    wait(device)
+    return count / (time.perf_counter() - begin)
+
+
+def throughput_table(found: Sequence[Throughput]) -> str:
+    """The figures for a person."""
+    head = f"images/s, batches of {found[0].batch}, {found[0].workers} processes that read"
+    lines = [head, f"{'':34} {'loader':>8} {'model':>8} {'together':>8}  bound by"]
+    for one in found:
+        name = one.options or one.method
+        lines += [name] if len(name) > 34 else []
+        lines.append(
+            f"{'' if len(name) > 34 else name:34} {one.loader_images_per_s:8.1f} {one.model_images_per_s:8.1f} "
+            f"{one.end_to_end_images_per_s:8.1f}  the {one.bound_by}"
+        )
+    return "\n".join(lines)

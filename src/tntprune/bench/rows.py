@@ -1,0 +1,138 @@
+"""What a benchmark found, and what may be compared with what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from tntprune.errors import UserError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting.
+
+    Args:
+        method: "unpruned", "oracle", "random" or a method's name.
+        options: The method and its options, as one line; of the method whose counts they share for oracle and random.
+        keep: The share that stays at each location; None where the method has no such option.
+        batch: Images at a time.
+        dtype: Of weights and images.
+        backend: eager, compile or cudagraphs.
+        device: Where.
+        median_ms: Of one forward pass.
+        p10_ms: One pass in ten is faster.
+        p90_ms: One pass in ten is slower.
+        images_per_s: From the median.
+        mac_ratio: The unpruned model's multiply-accumulates over this one's.
+        speedup: The fastest unpruned model's median over this one's, of the same batch, dtype and device; None where
+            there is nothing to compare with.
+        against: The backend of that unpruned model.
+        oracle_ratio: The oracle's median over this one's, of the same backend too; 1 is the limit.
+        peak_mib: Memory that a pass needs beside weights and images, or None where it cannot be measured.
+        difference: From the eager model's output, the largest, as a share of the output's root mean square.
+        variable: Whether the number of tokens differs from image to image: then the time depends on the images,
+            `mac_ratio` is the least it can be, and the oracle cuts off fewer tokens than the method may.
+    """
+
+    method: str
+    options: str
+    keep: float | tuple[float, ...] | None
+    batch: int
+    dtype: str
+    backend: str
+    device: str
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    images_per_s: float
+    mac_ratio: float
+    speedup: float | None = None
+    against: str | None = None
+    oracle_ratio: float | None = None
+    peak_mib: float | None = None
+    difference: float = 0.0
+    variable: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A setting that was not timed, and why."""
+
+    method: str
+    options: str
+    batch: int
+    dtype: str
+    backend: str
+    device: str
+    reason: str
+
+
+def speedup(row: Row, base: Row) -> float:
+    """How many times as fast as an unpruned model.
+
+    Raises:
+        UserError: they differ in dtype, device or batch size, so that the ratio would say nothing of the pruning.
+    """
+    if base.method != "unpruned":
+        raise UserError(f"a speed-up against {base.method}; expected the unpruned model")
+    for name in ("dtype", "device", "batch"):
+        if getattr(row, name) != getattr(base, name):
+            raise UserError(
+                f"a speed-up between {name} {getattr(base, name)} and {getattr(row, name)} would not be the "
+                f"pruning's; expected an unpruned model with {name} {getattr(row, name)}"
+            )
+    return base.median_ms / row.median_ms
+
+
+def with_speedups(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """Each row with its speed-up against the fastest unpruned setting of its batch, dtype and device.
+
+    A row gets none where the unpruned model was not timed in the row's own backend: a compiled reduction is not
+    compared with a model that was only run eagerly.
+
+    Returns:
+        The rows, and a line for each set of rows that got no speed-up.
+    """
+    found, refused = [], {}
+    for row in rows:
+        same = [
+            base for base in rows
+            if base.method == "unpruned" and (base.batch, base.dtype, base.device) == (row.batch, row.dtype, row.device)
+        ]  # fmt: skip
+        if not any(base.backend == row.backend for base in same):
+            refused[(row.dtype, row.batch, row.backend)] = (
+                f"no speed-up for {row.dtype}, batch {row.batch}, {row.backend}: the unpruned model was not timed there"
+            )
+            found.append(row)
+            continue
+        base = min(same, key=lambda one: one.median_ms)
+        found.append(replace(row, speedup=speedup(row, base), against=base.backend))
+    return found, list(refused.values())
+
+
+HEAD = (
+    f"{'':34} {'backend':10} {'ms':>8} {'p10':>8} {'p90':>8} {'images/s':>9} {'MACs':>6} {'speed-up':>8} "
+    f"{'of oracle':>9} {'MiB':>7}"
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows for a person, one table for each batch size, dtype and device."""
+    lines = []
+    for (batch, dtype, device), group in groupby(rows, key=lambda row: (row.batch, row.dtype, row.device)):
+        lines += ["", f"batch {batch}, {dtype}, {device}", HEAD]
+        for row in group:
+            beside = row.method in ("oracle", "random")
+            name = f"  {row.method}" if beside else row.options or row.method
+            lines += [name] if len(name) > 34 else []
+            ratio = "" if row.method == "unpruned" else f"{'>' if row.variable else ''}{row.mac_ratio:.2f}x"
+            faster = "-" if row.speedup is None else f"{row.speedup:.2f}x"
+            oracle = "" if row.oracle_ratio is None else f"{100 * row.oracle_ratio:.1f} %"
+            memory = "" if row.peak_mib is None else f"{row.peak_mib:.0f}"
+            lines.append(
+                f"{'' if len(name) > 34 else name:34} {row.backend:10} {row.median_ms:8.2f} {row.p10_ms:8.2f} "
+                f"{row.p90_ms:8.2f} {row.images_per_s:9.1f} {ratio:>6} {faster:>8} {oracle:>9} {memory:>7}".rstrip()
+            )
+    return "\n".join(lines[1:])

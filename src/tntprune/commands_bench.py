@@ -1,0 +1,179 @@
+"""`tntprune bench`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from tntprune.bench.names import Backend, DType
+from tntprune.console import Device, Json, MethodName, Model, Reducer, Seed, Then, tell
+from tntprune.options import MethodOptions
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tntprune.config import Config
+
+
+def bench(
+    model: Model,
+    method: MethodName = None,
+    reducer: Reducer = None,
+    reduction: MethodOptions = MethodOptions(),
+    then: Then = (),
+    also: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            metavar="TEXT...",
+            help='more methods for the same run, such as "tome r=13" "evit keep=0.7"',
+            help_behavior_hint="",
+        ),
+    ] = (),
+    rates: Annotated[
+        tuple[float, ...],
+        tyro.conf.arg(
+            metavar="FLOAT...",
+            help="time every method at each of these shares, instead of at its own",
+            help_behavior_hint="",
+        ),
+    ] = (),
+    weights: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="FILE", help="weights to load; without it random ones, which take as long", help_behavior_hint=""
+        ),
+    ] = None,
+    batch_sizes: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...", help="images at a time")] = (1, 8),
+    dtypes: Annotated[tuple[DType, ...], tyro.conf.arg(help="of weights and images")] = ("fp32",),
+    backends: Annotated[tuple[Backend, ...], tyro.conf.arg(help="how to run")] = ("eager",),
+    device: Device = "cpu",
+    threads: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help="that torch uses on the CPU", help_behavior_hint="")
+    ] = None,
+    rounds: Annotated[int, tyro.conf.arg(metavar="INT", help="how often each setting is timed")] = 20,
+    latency_curve: Annotated[bool, tyro.conf.arg(help="also time the model against its number of tokens")] = False,
+    data: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="DIR",
+            help="photos: also measure the loader alone, and loader and model together",
+            help_behavior_hint="",
+        ),
+    ] = None,
+    workers: Annotated[int, tyro.conf.arg(metavar="INT", help="processes that read photos")] = 1,
+    plot: Annotated[
+        Path | None, tyro.conf.arg(metavar="PNG", help="a picture to write (.png, .svg, .pdf)", help_behavior_hint="")
+    ] = None,
+    seed: Seed = 0,
+    json: Json = False,
+) -> int:
+    """Time methods, rates, batch sizes, precisions and backends against each other, in turns.
+
+    Always beside: the unpruned model in its fastest setting, random drop, and an oracle that just cuts tokens off.
+    A setting is timed only if it gives what the eager model gives. Exit code 3 if some were left out.
+    """
+    import torch
+
+    from tntprune.bench.candidates import candidates
+    from tntprune.bench.curve import curve_table
+    from tntprune.bench.curve import latency_curve as curve
+    from tntprune.bench.pipeline import throughput, throughput_table
+    from tntprune.bench.plot import plot as draw
+    from tntprune.bench.run import bench as run
+    from tntprune.data import all_photos
+    from tntprune.trainer import MAX_SEED, check_whole
+
+    for name, value, least in (
+        ("rounds", rounds, 3),
+        ("workers", workers, 0),
+        ("threads", 1 if threads is None else threads, 1),
+    ):
+        check_whole(name, value, least)
+    for value in batch_sizes:
+        check_whole("batch_sizes", value, 1)
+    check_whole("seed", seed, 0, MAX_SEED)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    photos = all_photos(data) if data is not None else []
+    built = _model(model, weights, device)
+    configs = _configs(method, reduction, then, also, rates, default=reducer is None)
+    trained = _trained(built, method, reducer, reduction, then, rates)
+    progress = sys.stderr.isatty()
+    found = run(
+        built, configs, reduced=trained, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends, rounds=rounds,
+        progress=progress,
+    )  # fmt: skip
+    text = [f"{model}: {_unpruned(built)}", str(found)]
+    points = []
+    if latency_curve:
+        points = curve(
+            built, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends, rounds=rounds, progress=progress
+        )
+        text += ["", "time against tokens", curve_table(points)]
+    flow = []
+    if photos:
+        models = [one for one in candidates(built, configs, trained) if one.method not in ("oracle", "random")]
+        flow = throughput(models, photos, batch=max(batch_sizes), workers=workers)
+        text += ["", throughput_table(flow)]
+    if plot is not None:
+        draw(plot, found.results, points, model, found.stamp)
+        text += ["", f"drawn to {plot}"]
+    told: dict[str, Any] = {
+        "model": model, "stamp": found.stamp, "threads": torch.get_num_threads(), "rounds": rounds,
+        "others": found.others, "results": [asdict(row) for row in found.results],
+        "failed": [asdict(one) for one in found.failed], "notes": found.notes,
+        "curve": [asdict(point) for point in points], "pipeline": [asdict(one) for one in flow],
+    }  # fmt: skip
+    tell(json, told, "\n".join(text))
+    return 3 if found.failed else 0
+
+
+def _model(name: str, weights: Path | None, device: str) -> nn.Module:
+    from tntprune.models import load_model, random_model
+
+    return random_model(name, device) if weights is None else load_model(name, weights, device)
+
+
+def _unpruned(model: nn.Module) -> str:
+    from tntprune.counting import macs
+
+    return f"{macs(model).base_macs / 1e9:.2f} GMACs unpruned"
+
+
+def _configs(
+    method: str | None, flags: MethodOptions, then: tuple[str, ...], also: tuple[str, ...], rates: tuple[float, ...],
+    default: bool,
+) -> list[Config]:  # fmt: skip
+    """What to time; a method with further reductions behind it is one config."""
+    from tntprune.config import TNT, Combination
+    from tntprune.options import config_from_text, configs_from
+
+    found: list[Config] = []
+    if default:
+        own = configs_from(method, flags, then)
+        found += [Combination(parts=own)] if len(own) > 1 else own
+    found += map(config_from_text, also)
+    if not found and default:
+        found.append(TNT())
+    return [one.changed(keep=rate) for one in found for rate in rates] if rates else found
+
+
+def _trained(
+    model: nn.Module, method: str | None, reducer: str | None, flags: MethodOptions, then: tuple[str, ...],
+    rates: tuple[float, ...],
+) -> list[nn.Module]:  # fmt: skip
+    """The trained reduction, at each rate, each on weights that it shares with the model."""
+    from dataclasses import replace
+
+    from tntprune.options import apply
+    from tntprune.reduce import twin_of
+
+    if reducer is None:
+        return []
+    every = [replace(flags, keep=(rate,)) for rate in rates] if rates else [flags]  # type: ignore[type-var]
+    return [apply(twin_of(model), method, reducer, one, then) for one in every]

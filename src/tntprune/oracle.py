@@ -1,0 +1,75 @@
+"""What a reduction is measured beside: the same numbers of tokens, chosen without a thought or at random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from tntprune.attention import Heads
+from tntprune.backbones.base import tower_of
+from tntprune.methods.base import Method, Plan
+from tntprune.reduce import reduction_of, twin_of
+from tntprune.schedule import Place, Step
+from tntprune.tokens import Tokens, shuffled, take
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Beside(Method):
+    """As many tokens at the same places as another method leaves, where its number is the same in every image."""
+
+    def __init__(self, other: Method) -> None:
+        super().__init__(other.config, other.layout)
+        self._steps = other.steps(other.layout.patches)
+
+    def steps(self, patches: int) -> Plan:
+        return self._steps if patches == self.layout.patches else super().steps(patches)
+
+    def bias(self, tokens: Tokens) -> torch.Tensor | None:
+        return None
+
+    def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:
+        step = plan.get(place)
+        if step is None or step.leaving >= tokens.count:  # Evo-ViT brings tokens back at its last place
+            return tokens
+        return self.reduce(tokens, step, heads)
+
+
+class Slicing(Beside):
+    """The oracle: the first tokens, cut off without scoring or gathering. No method can be faster."""
+
+    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+        last, source = tokens.prefix + step.leaving, tokens.source
+        return replace(
+            tokens,
+            x=tokens.x[:, :last].contiguous(),  # (B, prefix + leaving, D)
+            index=tokens.index[:, : step.leaving],
+            source=None if source is None else torch.where(source < step.leaving, source, -1),
+        )
+
+
+class Scattered(Beside):
+    """Random drop: the places that come first in a seeded order."""
+
+    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+        key = shuffled(tokens.index, 0)  # (B, n)
+        return take(tokens, key.topk(step.leaving, dim=1, largest=False).indices)
+
+
+def beside(model: Model, kind: type[Beside]) -> Model:
+    """A second model that shares every weight with a reduced one and leaves as many tokens at the same places.
+
+    Args:
+        model: A reduced model.
+        kind: `Slicing` for the oracle, `Scattered` for random drop.
+
+    Raises:
+        UserError: the model is not reduced.
+    """
+    method = kind(reduction_of(model)).train(model.training)
+    twin = twin_of(model)
+    tower_of(twin).reduction = method
+    return twin
