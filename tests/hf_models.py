@@ -21,6 +21,7 @@ from transformers import (  # noqa: E402
     DeiTForImageClassification,
     DeiTForImageClassificationWithTeacher,
     DeiTModel,
+    Dinov2Backbone,
     Dinov2Config,
     Dinov2ForImageClassification,
     Dinov2Model,
@@ -43,7 +44,7 @@ SHAPE: dict[str, Any] = {
 DINO = {**{k: v for k, v in SHAPE.items() if k != "intermediate_size"}, "mlp_ratio": 2}
 TEXT = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99,
-    "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 CLASSES = {"num_labels": 7}
 
@@ -64,6 +65,7 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "deit_teacher": lambda: DeiTForImageClassificationWithTeacher(DeiTConfig(**SHAPE, **CLASSES)),
     "dinov2": lambda: Dinov2Model(Dinov2Config(**DINO)),
     "dinov2_classifier": lambda: Dinov2ForImageClassification(Dinov2Config(**DINO, use_swiglu_ffn=True, **CLASSES)),
+    "dinov2_backbone": lambda: Dinov2Backbone(Dinov2Config(**DINO, out_features=["stage1", "stage3", "stage4"])),
     "registers_classifier": lambda: Dinov2WithRegistersForImageClassification(
         Dinov2WithRegistersConfig(**DINO, num_register_tokens=3, **CLASSES)
     ),
@@ -112,8 +114,40 @@ def run(model: Any, images: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def used(out: Any) -> torch.Tensor:
-    """Logits if there are any, else the embedding, else the CLS token or the mean."""
+    """Logits if there are any, else the embedding, else the last map, else the first token."""
     for name in ("logits", "logits_per_image", "image_embeds", "pooler_output"):
         if getattr(out, name, None) is not None:
             return getattr(out, name)
+    if hasattr(out, "feature_maps"):
+        return out.feature_maps[-1]
     return out.last_hidden_state[:, 0]
+
+
+def from_timm(model: Any) -> Any:
+    """The weights of a timm VisionTransformer, with a CLS token, as a `ViTForImageClassification`."""
+    width, depth = model.embed_dim, len(model.blocks)
+    config = ViTConfig(
+        hidden_size=width, num_hidden_layers=depth, num_attention_heads=model.blocks[0].attn.num_heads,
+        intermediate_size=model.blocks[0].mlp.fc1.out_features, image_size=model.patch_embed.img_size[0],
+        patch_size=model.patch_embed.patch_size[0], num_labels=model.num_classes, layer_norm_eps=model.norm.eps,
+    )  # fmt: skip
+    renamed = {"cls_token": "vit.embeddings.cls_token", "pos_embed": "vit.embeddings.position_embeddings"}
+    parts = {"patch_embed.proj": "vit.embeddings.patch_embeddings.projection", "norm": "vit.layernorm"}
+    parts["head"] = "classifier"
+    for number in range(depth):
+        old, new = f"blocks.{number}", f"vit.layers.{number}"
+        parts |= {f"{old}.norm1": f"{new}.layernorm_before", f"{old}.norm2": f"{new}.layernorm_after"}
+        parts |= {f"{old}.attn.proj": f"{new}.attention.o_proj"}
+        parts |= {f"{old}.mlp.{fc}": f"{new}.mlp.{fc}" for fc in ("fc1", "fc2")}
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        part, _, leaf = name.rpartition(".")
+        if part.endswith(".attn.qkv"):
+            layer = part.replace("blocks", "vit.layers").replace("attn.qkv", "attention")
+            thirds = zip("qkv", value.chunk(3), strict=True)
+            weights |= {f"{layer}.{letter}_proj.{leaf}": third for letter, third in thirds}
+        else:
+            weights[renamed[name] if name in renamed else f"{parts[part]}.{leaf}"] = value
+    same = ViTForImageClassification(config)
+    same.load_state_dict(weights)
+    return same.eval()

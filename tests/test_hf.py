@@ -263,7 +263,7 @@ def test_gradient_checkpointing_changes_nothing(kind, name):
     model = stirred(make(kind), CONFIGS[name])
     images = photos_for(kind).requires_grad_()
     (plain,) = torch.autograd.grad(used(call(model, images)).square().sum(), images)
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     assert tower_of(model).grad_checkpointing
     (again,) = torch.autograd.grad(used(call(model, images)).square().sum(), images)
     torch.testing.assert_close(plain, again)
@@ -365,6 +365,6 @@ def test_other_models_are_refused_by_name():
 
 
 def test_an_older_transformers_is_refused_by_number(monkeypatch):
-    monkeypatch.setattr("tntprune.backbones.hf.transformers.__version__", "5.3.0")
+    monkeypatch.setattr("tntprune.backbones.hf_adapter.transformers.__version__", "5.3.0")
     with pytest.raises(tntprune.UserError, match=r"transformers 5\.3\.0 \(expected 5\.24 or newer"):
         reduce_(make("vit"), Random(at=1, keep=0.5))

@@ -1,4 +1,4 @@
-"""What the vision towers of Hugging Face's transformers have in common: one walk, one output, one way of saving.
+"""The vision towers of Hugging Face's transformers once they are reduced: one walk, one output, one way of saving.
 
 The reduced classes bear the names of the plain ones, because transformers looks classes up by name: in `architectures`
 of a saved config, and in its pipelines.
@@ -6,91 +6,20 @@ of a saved config, and in its pipelines.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-import transformers
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 
 from tntprune.attention import Heads
-from tntprune.backbones.base import Answer, Backbone, BlockCost, Costs, Halves, Reduced, Visit, tower_of
+from tntprune.backbones.base import Halves, Reduced, Visit, tower_of
+from tntprune.backbones.hf_anatomy import Anatomy
 from tntprune.checkpoint import save
 from tntprune.errors import UserError
-from tntprune.methods.base import Layout
 from tntprune.reduce import base_of
-from tntprune.tokens import Tokens, start
-
-OLDEST = (5, 24)  # of transformers; before it, the blocks are built otherwise
-
-
-class Parts(NamedTuple):
-    """One block of any family, under one set of names.
-
-    Args:
-        norm: Before the attention.
-        query: The projection to all heads; key and value: the same.
-        project: What the heads give, to the width of the tokens.
-        head_dim: Of each head.
-        scale: Of the logits.
-        dropout: Of the attention map, in training.
-        join: What is done to the attention's output before it is added to the residual.
-        mlp_norm: Before the MLP.
-        mlp: The MLP.
-        mlp_join: What is done to its output before it is added to the residual.
-    """
-
-    norm: nn.Module
-    query: nn.Linear
-    key: nn.Linear
-    value: nn.Linear
-    project: nn.Linear
-    head_dim: int
-    scale: float
-    dropout: float
-    join: Callable[[torch.Tensor], torch.Tensor]
-    mlp_norm: nn.Module
-    mlp: nn.Module
-    mlp_join: Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Anatomy:
-    """Where the towers of one family have what every one of them has.
-
-    Args:
-        name: Of the family.
-        layers: The classes of its blocks.
-        blocks: A tower's blocks.
-        prefix: A tower's number of prefix tokens.
-        patch: A tower's patch convolution.
-        image_size: A tower's own image size, rows and columns of pixels.
-        parts: A block's parts.
-        interpolates: Whether its embedding has to be told to interpolate positions, where it does not do so by itself.
-    """
-
-    name: str
-    layers: tuple[type[nn.Module], ...]
-    blocks: Callable[[Any], nn.ModuleList]
-    prefix: Callable[[Any], int]
-    patch: Callable[[Any], nn.Conv2d]
-    image_size: Callable[[Any], tuple[int, int]]
-    parts: Callable[[Any], Parts]
-    interpolates: bool = True
-
-    def grid(self, tower: Any, images: torch.Tensor) -> tuple[int, int]:
-        """Rows and columns of patches of such images."""
-        height, width = self.patch(tower).stride
-        return images.shape[-2] // height, images.shape[-1] // width
-
-    def options(self, tower: Any, images: torch.Tensor) -> dict[str, Any]:
-        """What its embedding has to be told of images of this size, where the caller does not say."""
-        own = tuple(images.shape[-2:]) == self.image_size(tower)
-        return {"interpolate_pos_encoding": True} if self.interpolates and not own else {}
+from tntprune.tokens import Tokens
 
 
 class ReducedModel:
@@ -137,8 +66,8 @@ class ReducedTower(ReducedModel, Reduced):
 
     @property
     def grad_checkpointing(self) -> bool:  # type: ignore[override]
-        """As `gradient_checkpointing_enable` has set it."""
-        return bool(self.blocks[0].gradient_checkpointing)
+        """As `activation_checkpointing_enable` has set it, which checkpoints every block here."""
+        return any(block.gradient_checkpointing for block in self.blocks)
 
     def grid(self, images: torch.Tensor) -> tuple[int, int]:
         return self.anatomy.grid(self, images)
@@ -194,8 +123,25 @@ class ReducedTower(ReducedModel, Reduced):
         Raises:
             UserError: something was asked for that a reduced model cannot do.
         """
+        wanted = self.check(masks, flags or {})
+        states: list[torch.Tensor] = []
+        visit: Visit | None = (lambda number, tokens: states.append(tokens.x)) if wanted else None
+        tokens = self.final(self.walk(pixel_values, visit, **options))
+        out = BaseModelOutputWithPooling(
+            last_hidden_state=tokens.x,
+            pooler_output=self.pooled(tokens) if pools else None,
+            hidden_states=tuple(states) if wanted else None,
+        )
+        return tokens, out
+
+    def check(self, masks: tuple[Any, ...], flags: dict[str, Any]) -> bool:
+        """Refuse what a reduced model cannot do; see `run`.
+
+        Returns:
+            Whether the hidden states are asked for.
+        """
         asked = {
-            name: (flags or {}).get(name, getattr(self.config, name, False))
+            name: flags.get(name, getattr(self.config, name, False))
             for name in ("output_attentions", "output_hidden_states")
         }
         if any(mask is not None for mask in masks):
@@ -213,15 +159,7 @@ class ReducedTower(ReducedModel, Reduced):
             raise UserError(
                 f"output_hidden_states={wanted!r}: a reduced model gives all or none; expected True or False"
             )
-        states: list[torch.Tensor] = []
-        visit: Visit | None = (lambda number, tokens: states.append(tokens.x)) if wanted else None
-        tokens = self.final(self.walk(pixel_values, visit, **options))
-        out = BaseModelOutputWithPooling(
-            last_hidden_state=tokens.x,
-            pooler_output=self.pooled(tokens) if pools else None,
-            hidden_states=tuple(states) if wanted else None,
-        )
-        return tokens, out
+        return bool(wanted)
 
     def answer(self, pixel_values: torch.Tensor, masks: tuple[Any, ...], flags: dict[str, Any], **options: Any) -> Any:
         """What `forward` returns; see `run`."""
@@ -260,84 +198,3 @@ def mean_by_size(tokens: Tokens) -> torch.Tensor:
         return tokens.patches.mean(1)
     size = tokens.size[:, :, None]
     return ((tokens.patches * size).sum(1) / size.sum(1).clamp(min=1e-6)).to(tokens.x.dtype)
-
-
-class HuggingFace(Backbone):
-    """What the adapters have in common."""
-
-    anatomy: ClassVar[Anatomy]
-
-    def classes(self, model: nn.Module) -> int:
-        return int(getattr(model, "num_labels", 0))  # which models without a classifier do not have
-
-    def input_size(self, model: nn.Module) -> tuple[int, int, int]:
-        tower = self.tower(model)
-        return (self.anatomy.patch(tower).in_channels, *self.anatomy.image_size(tower))
-
-    def grid(self, model: nn.Module, images: torch.Tensor) -> tuple[int, int]:
-        return self.anatomy.grid(self.tower(model), images)
-
-    def obstacle(self, model: nn.Module) -> str | None:
-        if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
-            wanted = ".".join(map(str, OLDEST))
-            return f"transformers {transformers.__version__} (expected {wanted} or newer: pip install -U transformers)"
-        for block in self.anatomy.blocks(self.tower(model)):
-            if type(block) not in self.anatomy.layers:
-                names = ", ".join(layer.__name__ for layer in self.anatomy.layers)
-                return f"block {type(block).__name__} (supported: {names})"
-        return None
-
-    def pool(self, model: nn.Module) -> str:
-        """What the head reads, as in `Layout`."""
-        return "token"
-
-    def layout(self, model: nn.Module) -> Layout:
-        tower, anatomy = self.tower(model), self.anatomy
-        blocks, prefix, patch = anatomy.blocks(tower), anatomy.prefix(tower), anatomy.patch(tower)
-        parts = anatomy.parts(blocks[0])
-        rows, columns = (size // step for size, step in zip(anatomy.image_size(tower), patch.stride, strict=True))
-        return Layout(
-            family=f"transformers {anatomy.name}",
-            embed_dim=parts.query.in_features,
-            depth=len(blocks),
-            prefix=prefix,
-            grid=(rows, columns),
-            cls=prefix > 0,
-            distilled=hasattr(tower.embeddings, "distillation_token"),
-            heads=parts.query.out_features // parts.head_dim,
-            attn_dim=parts.query.out_features,
-            pool=self.pool(model),
-        )
-
-    def costs(self, model: nn.Module) -> Costs:
-        tower, shape = self.tower(model), self.layout(model)
-        norm = 5 * shape.embed_dim  # as fvcore counts a LayerNorm, for each token
-        blocks = []
-        for block in self.anatomy.blocks(tower):
-            parts = self.anatomy.parts(block)
-            attention = linears(parts.query, parts.key, parts.value, parts.project)
-            blocks.append(BlockCost(attention + norm, 2 * shape.attn_dim, linears(parts.mlp) + norm))
-        embed = shape.patches * self.anatomy.patch(tower).weight.numel()
-        return self.ends(model, Costs(embed, tuple(blocks), norm, 0, 0), shape)
-
-    @abstractmethod
-    def ends(self, model: Any, costs: Costs, shape: Layout) -> Costs:
-        """The costs with those before the first and after the last block; so far the final norm is for each token."""
-
-    def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
-        tower: Any = self.tower(model)
-        if isinstance(tower, ReducedTower):
-            tokens, out = tower.run(images)
-        else:
-            out = tower(images, **self.anatomy.options(tower, images))
-            tokens = start(out.last_hidden_state, self.anatomy.prefix(tower))
-        return Answer(*self.head(model, tokens, out.pooler_output), tokens)
-
-    @abstractmethod
-    def head(self, model: Any, tokens: Tokens, pooled: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits, and those for cross-entropy, of what a tower gives; of a model without classes the embedding."""
-
-
-def linears(*modules: nn.Module) -> int:
-    """Multiply-accumulates of all linear layers in some modules, for each token."""
-    return sum(m.weight.numel() for module in modules for m in module.modules() if isinstance(m, nn.Linear))

@@ -9,16 +9,9 @@ from torch import nn
 from transformers.models.clip import modeling_clip as clip
 
 from tntprune.backbones.base import Costs
-from tntprune.backbones.hf import (
-    Anatomy,
-    HuggingFace,
-    Parts,
-    ReducedModel,
-    ReducedPooling,
-    ReducedTower,
-    linears,
-    mean_by_size,
-)
+from tntprune.backbones.hf import ReducedModel, ReducedPooling, ReducedTower, mean_by_size
+from tntprune.backbones.hf_adapter import HuggingFace, linears
+from tntprune.backbones.hf_anatomy import Anatomy, Parts
 from tntprune.methods.base import Layout
 from tntprune.tokens import Tokens
 

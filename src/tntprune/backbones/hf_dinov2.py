@@ -1,4 +1,4 @@
-"""Hugging Face's DINOv2, with and without register tokens: the models alone and with their classifiers."""
+"""Hugging Face's DINOv2, with and without register tokens: the models alone, with classifiers, as backbones."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import BackboneOutput
 from transformers.models.dinov2 import modeling_dinov2 as plain
 from transformers.models.dinov2_with_registers import modeling_dinov2_with_registers as registers
 
 from tntprune.backbones.base import Costs
-from tntprune.backbones.hf import Anatomy, HuggingFace, Parts, ReducedPooling, ReducedTower, linears, mean_by_size
+from tntprune.backbones.hf import ReducedPooling, ReducedTower, as_asked, mean_by_size
+from tntprune.backbones.hf_adapter import HuggingFace, linears
+from tntprune.backbones.hf_anatomy import Anatomy, Parts
 from tntprune.methods.base import Layout
-from tntprune.tokens import Tokens
+from tntprune.tokens import Tokens, fill, spread
 
 
 def _parts(block: Any) -> Parts:
@@ -47,6 +50,8 @@ class _Tower(ReducedTower):
     def pooled(self, tokens: Tokens) -> torch.Tensor:
         return tokens.x[:, 0, :]
 
+
+class _Model(_Tower):
     def forward(
         self, pixel_values: Any = None, bool_masked_pos: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
@@ -71,12 +76,56 @@ class _Classifier(ReducedPooling):
         return self.classify(labels, tower.run(pixel_values, (attention_mask,), kwargs, pools=False), kwargs, **loss)
 
 
-class Dinov2Model(_Tower, plain.Dinov2Model):  # type: ignore[misc]
+class _Backbone(_Tower):
+    def forward(self: Any, pixel_values: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        """Images to a map of every stage that is asked for, with dropped places filled as in `tntprune.features`.
+
+        Of a stage come the tokens that its block computed, before those go that are dropped after it; of the last, what
+        is left.
+        """
+        wanted = self.check((attention_mask,), kwargs)
+        grid, depth = self.grid(pixel_values), len(self.blocks)
+        maps: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
+
+        def add(number: int, tokens: Tokens) -> None:
+            if self.stage_names[number] not in self.out_features:
+                return
+            tokens = self.reduction.unfold(tokens)
+            tokens = self.final(tokens) if self.config.apply_layernorm else tokens
+            if self.config.reshape_hidden_states:
+                maps.append(fill(tokens, grid))
+            else:
+                maps.append(torch.cat([tokens.x[:, : tokens.prefix], spread(tokens, grid)], 1))  # (B, prefix + N, D)
+
+        def made(number: int, tokens: Tokens) -> None:
+            if number < depth:
+                add(number, tokens)
+
+        def left(number: int, tokens: Tokens) -> None:
+            states.append(tokens.x)
+            if number == depth:
+                add(number, tokens)
+
+        self.walk(pixel_values, visit=left, made=made)
+        out = BackboneOutput(feature_maps=tuple(maps), hidden_states=tuple(states) if wanted else None)
+        return as_asked(self, out, kwargs)
+
+
+class Dinov2Model(_Model, plain.Dinov2Model):  # type: ignore[misc]
     """A Dinov2Model whose forward drops or merges tokens."""
 
 
-class Dinov2WithRegistersModel(_Tower, registers.Dinov2WithRegistersModel):  # type: ignore[misc]
+class Dinov2WithRegistersModel(_Model, registers.Dinov2WithRegistersModel):  # type: ignore[misc]
     """A Dinov2WithRegistersModel whose forward drops or merges tokens."""
+
+
+class Dinov2Backbone(_Backbone, plain.Dinov2Backbone):  # type: ignore[misc]
+    """A Dinov2Backbone whose forward drops or merges tokens."""
+
+
+class Dinov2WithRegistersBackbone(_Backbone, registers.Dinov2WithRegistersBackbone):  # type: ignore[misc]
+    """A Dinov2WithRegistersBackbone whose forward drops or merges tokens."""
 
 
 class Dinov2ForImageClassification(_Classifier, plain.Dinov2ForImageClassification):  # type: ignore[misc]
@@ -99,6 +148,8 @@ class HuggingFaceDinov2(HuggingFace):
         plain.Dinov2ForImageClassification: Dinov2ForImageClassification,
         registers.Dinov2WithRegistersModel: Dinov2WithRegistersModel,
         registers.Dinov2WithRegistersForImageClassification: Dinov2WithRegistersForImageClassification,
+        plain.Dinov2Backbone: Dinov2Backbone,
+        registers.Dinov2WithRegistersBackbone: Dinov2WithRegistersBackbone,
     }
     holders: ClassVar = {
         plain.Dinov2ForImageClassification: plain.Dinov2ForImageClassification.base_model_prefix,
@@ -112,6 +163,11 @@ class HuggingFaceDinov2(HuggingFace):
 
     def ends(self, model: Any, costs: Costs, shape: Layout) -> Costs:
         return costs._replace(head=linears(getattr(model, "classifier", nn.Identity())))
+
+    def unpruned(self, tower: Any, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not isinstance(tower, plain.Dinov2Backbone | registers.Dinov2WithRegistersBackbone):
+            return super().unpruned(tower, images)
+        return tower.layernorm(tower.encoder(tower.embeddings(images)).last_hidden_state), None
 
     def head(self, model: Any, tokens: Tokens, pooled: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         out = model.classifier(_pool(tokens)) if hasattr(model, "classifier") else tokens.x[:, 0]

@@ -12,7 +12,8 @@ from transformers.models.siglip import modeling_siglip as siglip
 from tntprune.attention import log_size
 from tntprune.backbones import hf_clip
 from tntprune.backbones.base import Costs
-from tntprune.backbones.hf import HuggingFace, ReducedModel, ReducedPooling, ReducedTower, linears, mean_by_size
+from tntprune.backbones.hf import ReducedModel, ReducedPooling, ReducedTower, mean_by_size
+from tntprune.backbones.hf_adapter import HuggingFace, linears
 from tntprune.methods.base import Layout
 from tntprune.tokens import Tokens
 

@@ -10,7 +10,9 @@ from transformers.models.deit import modeling_deit as deit
 from transformers.models.vit import modeling_vit as vit
 
 from tntprune.backbones.base import Costs
-from tntprune.backbones.hf import Anatomy, HuggingFace, Parts, ReducedModel, ReducedTower, linears
+from tntprune.backbones.hf import ReducedModel, ReducedTower
+from tntprune.backbones.hf_adapter import HuggingFace, linears
+from tntprune.backbones.hf_anatomy import Anatomy, Parts
 from tntprune.methods.base import Layout
 from tntprune.tokens import Tokens
 
