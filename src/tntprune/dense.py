@@ -27,7 +27,8 @@ def features(
     A merged patch gets the token that carries it, a dropped one the token that was kept nearest to it. Where nothing of
     an image was kept, as A-ViT can do, its grid is 0. Of an unpruned model it is simply its own grid.
 
-    A module that calls this compiles in one graph and can be exported.
+    A module that calls this compiles in one graph and can be exported; an unpruned model has to have been run here once
+    before it is compiled, because a compiler cannot import its adapter.
 
     Args:
         model: A supported model, reduced or not.
