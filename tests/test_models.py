@@ -6,6 +6,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.models import vision_transformer
+from timm.models.beit import Beit
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
 from conftest import SMALL, make, photos_for
@@ -118,6 +119,27 @@ def test_position_embeddings_of_another_image_size_are_resampled_as_timm_does(fi
     load_weights(small, file(weights_of(big)), "small")
     assert torch.equal(small.pos_embed, checkpoint_filter_fn(weights_of(big), small)["pos_embed"])
     assert torch.equal(small.blocks[3].mlp.fc1.weight, big.blocks[3].mlp.fc1.weight)
+
+
+def test_each_family_has_timms_own_way_with_its_weights(file):
+    """BEiT's tables are resampled for another window, EVA's files may have the names of DINOv3's release."""
+    images = photos_for(make("beit"))
+    small, big = (
+        make("beit"),
+        Beit(**{**SMALL, "img_size": 48}, use_rel_pos_bias=True, use_abs_pos_emb=False, init_values=0.1),
+    )
+    load_weights(big, file(weights_of(small)), "big")
+    assert big.blocks[0].attn.relative_position_bias_table.shape == (23 * 23 + 3, 4)
+    load_weights(big := make("beit"), file(weights_of(small)), "small")
+    assert torch.equal(big(images), small(images))
+    model, weights = make("dinov3"), weights_of(make("dinov3"))
+    weights["storage_tokens"] = weights.pop("reg_token")
+    for key in [key for key in weights if "gamma_" in key]:
+        weights[key.replace("gamma_", "ls") + ".gamma"] = weights.pop(key)
+    expected = model(images)
+    model.reg_token.data.zero_()
+    load_weights(model, file(weights), "dinov3")
+    assert torch.equal(model(images), expected)
 
 
 def test_patches_of_another_size_are_refused_and_not_resampled(file):

@@ -17,7 +17,7 @@ class Heads:
         key: The same.
         value: The same.
         scale: Of the logits.
-        bias: (B, 1, 1, n), added to the logits of each key, or (B or 1, heads, n, n), of each pair; or None.
+        bias: (B, 1, 1, n), added to the logits of each key, or (B, heads, n, n) or less, of each pair; or None.
         attention: (B, heads, n, n), the attention map, where a method works on the whole of it; else None.
         fused: Whether the output may come from fused attention.
         dropout: Of the attention map.
@@ -41,7 +41,7 @@ class Heads:
     def logits(self, query: torch.Tensor) -> torch.Tensor:
         """Queries of the first m tokens, (B, heads, m, head_dim), to (B, heads, m, n), before the softmax."""
         logits = query * self.scale @ self.key.transpose(-2, -1)
-        return logits if self.bias is None else logits + self.bias[:, :, : query.shape[2]]
+        return logits if self.bias is None else logits + self.bias[..., : query.shape[2], :]
 
     def map(self) -> torch.Tensor:
         """The whole attention map, (B, heads, n, n), in fp32."""

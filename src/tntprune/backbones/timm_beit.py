@@ -22,7 +22,7 @@ class Pairs(NamedTuple):
     """What the logits of each pair of tokens get by their places.
 
     Args:
-        shared: The bias that all blocks share, (1, heads, 1 + N, 1 + N), or (B, heads, 1 + n, 1 + n) of the tokens
+        shared: The bias that all blocks share, (heads, 1 + N, 1 + N), or (B, heads, 1 + n, 1 + n) of the tokens
             that there are; None if there is none.
         rows: (B, 1 + n, 1 + n), where each pair's bias stands in the blocks' own tables, one past their end for a
             pair without a place; None if all tokens are there.
@@ -40,7 +40,7 @@ class ReducedBeit(ReducedTimm, Beit):  # type: ignore[misc]
         x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1)  # (B, 1 + N, D)
         if self.pos_embed is not None:
             x = x + self.pos_embed
-        shared = None if self.rel_pos_bias is None else self.rel_pos_bias()[None]
+        shared = None if self.rel_pos_bias is None else self.rel_pos_bias()
         return self.pos_drop(x), None if _biased(self) is None else Pairs(shared)
 
     def placed(self: Any, places: Pairs, index: torch.Tensor) -> Pairs:
@@ -75,8 +75,9 @@ class ReducedBeit(ReducedTimm, Beit):  # type: ignore[misc]
 
 def _bias(biased: Any, rows: torch.Tensor) -> torch.Tensor:
     """(B, m, m) rows of a table of biases to (B, heads, m, m)."""
-    table = F.pad(biased.relative_position_bias_table, (0, 0, 0, 1))  # a last row of zeros
-    return F.embedding(rows, table).permute(0, 3, 1, 2)
+    table = F.pad(biased.relative_position_bias_table.t(), (0, 1))  # (heads, pairs + 1), the last one 0
+    bias: torch.Tensor = table.index_select(1, rows.flatten()).unflatten(1, rows.shape)  # (heads, B, m, m)
+    return bias.transpose(0, 1)
 
 
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
