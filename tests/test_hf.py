@@ -348,6 +348,18 @@ def test_a_scorer_is_trained_and_the_model_is_not(kind, data):
     assert changed and all("reduction." in name for name in changed)
 
 
+def test_a_loader_that_names_what_it_gives_and_a_folder_that_cannot_be_read_for_it(tmp_path):
+    model, images = reduce_(make("vit_classifier"), DynamicViT(at=2, keep=0.5)), photos_for("vit_classifier", 4)
+    items = [{"pixel_values": image, "labels": number} for number, image in enumerate(images)]
+    before = {name: value.clone() for name, value in reduction_of(model).state_dict().items()}
+    tntprune.calibrate_(model, torch.utils.data.DataLoader(items, batch_size=2), epochs=1, progress=False)
+    assert any(not torch.equal(value, before[name]) for name, value in reduction_of(model).state_dict().items())
+    with pytest.raises(tntprune.UserError, match="the loader gives a dict; expected images"):
+        tntprune.calibrate_(model, torch.utils.data.DataLoader([{"image": images[0]}]), progress=False)
+    with pytest.raises(tntprune.UserError, match="does not say how photos are prepared"):
+        tntprune.data.transform_for(model)
+
+
 def test_training_against_labels_needs_classes(kind):
     model, images = reduce_(make(kind), DynamicViT(at=2, keep=0.5)), photos_for(kind, 8)
     labels = torch.arange(8) % 7

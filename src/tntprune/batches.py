@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -111,7 +111,9 @@ class _Keys:
 
 
 class LoaderSource:
-    """The user's own loader of images or of (images, labels), gone through again and again."""
+    """The user's own loader, gone through again and again: of images, of (images, labels), or of `pixel_values` and
+    `labels` by name, as transformers has them.
+    """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -130,8 +132,13 @@ class LoaderSource:
             before = step
             for item in self.loader:
                 images, labels = (*item, None, None)[:2] if isinstance(item, list | tuple) else (item, None)
+                if isinstance(item, Mapping):
+                    images, labels = item.get("pixel_values", item), item.get("labels")
                 if not isinstance(images, torch.Tensor):
-                    raise UserError(f"the loader gives a {type(images).__name__}; expected images, or (images, labels)")
+                    raise UserError(
+                        f"the loader gives a {type(images).__name__}; expected images, (images, labels), or "
+                        "pixel_values and labels by name"
+                    )
                 if first <= step < last:
                     yield images, labels
                 step += 1

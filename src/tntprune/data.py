@@ -77,7 +77,15 @@ def transform_for(model: Any, augment: bool = False) -> Callable[[Any], torch.Te
     Args:
         model: With timm's `pretrained_cfg`.
         augment: Random crops of at least 35 % of the area and mirror images instead of the centre crop.
+
+    Raises:
+        UserError: the model is one of transformers, which does not carry its transform.
     """
+    if hasattr(model, "from_pretrained"):  # timm would take ImageNet's mean and deviation without a word
+        raise UserError(
+            f"{type(model).__name__} does not say how photos are prepared for it; expected images as its image "
+            "processor makes them, in a tensor or a DataLoader"
+        )
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)  # timm's default is not always the model's
     config = resolve_model_data_config(model, {"input_size": (model.in_chans, *size)} if size else {})
     if augment:
