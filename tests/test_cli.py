@@ -549,3 +549,40 @@ def test_a_full_disk_under_the_output_is_told_in_one_line():
     with Path("/dev/full").open("w") as full:
         code, _, err = finish(start("macs", "digits_vit", stdout=full, PYTHONUNBUFFERED=""))
     assert code == 1 and is_one_line(err) and "No space left on device" in err
+
+
+def test_another_image_size_everywhere(call, digits, tmp_path):
+    size = ("--img-size", "32", "64")
+    data = json.loads(call("info", "digits_vit", *size, "--json")[1])
+    assert data["grid"] == [4, 8] and data["patch_tokens"] == 32
+    counted = json.loads(call("macs", "digits_vit", *size, "--method", "random", "--at", "2", "--json")[1])
+    assert counted["base_macs"] == data["macs"] > counted["macs"] and counted["tokens"][:3] == [32, 32, 16]
+    evaluated = ("eval", "digits_vit", "--data", digits, "--workers", "0", "--json")
+    found = json.loads(call(*evaluated, "--img-size", "96", "96", "--method", "random", "--at", "2")[1])
+    assert found["tokens"][:3] == [144, 144, 72] and found["top1"] > 15
+    run = tmp_path / "run"
+    code, _, err = call("train", "digits_vit", "--data", digits, "--out", run, *TRAIN, *size, "--epochs", "1")
+    assert code == 0, err
+    again = ("train", "digits_vit", "--data", digits, "--out", run, *TRAIN, "--epochs", "1", "--resume")
+    assert call(*again)[0] == 2 and call(*again, *size)[0] == 0
+    photo, picture = next(digits.glob("*/*.png")), tmp_path / "kept.png"
+    assert call("show", "digits_vit", photo, "--reducer", run, *size, "--out", picture)[0] == 0
+    with Image.open(picture) as image:
+        assert image.width > 2 * image.height  # two pictures side by side, twice as wide as they are high
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "message"),
+    [
+        ("digits_vit", ("60", "64"), "the patches of digits_vit are 8 8; expected multiples"),
+        ("vit_tiny_patch16_224", ("100", "96"), "the patches of vit_tiny_patch16_224 are 16 16; expected multiples"),
+        ("vit16", ("8", "16"), "expected multiples"),
+        ("vit_tiny_patch16_224", ("0", "16"), "takes no such images"),
+        ("resnet18", ("64", "64"), "resnet18 takes no such images"),
+        ("digits_vit", ("64",), "--img-size 64: expected INT INT"),
+    ],
+)
+def test_an_image_size_that_does_not_fit_is_one_line(call, model, size, message):
+    for command in ("info", "macs"):
+        code, out, err = call(command, model, "--img-size", *size)
+        assert code == 2 and not out and message in err and err.count("\n") == 1

@@ -247,6 +247,8 @@ def test_another_input_size_is_as_if_the_model_had_been_made_so(name):
     before, names = tntprune.macs(model), {key: value.clone() for key, value in model.state_dict().items()}
     expected = tntprune.macs(reduce_(VisionTransformer(**{**SMALL, "img_size": size}), CONFIGS[name]))
     assert tntprune.macs(model, img_size=size) == expected != before
+    with pytest.raises(UserError, match="expected rows and columns in multiples"):
+        tntprune.macs(model, img_size=(50, 24))
     assert tntprune.macs(model) == before
     assert all(torch.equal(names[key], value) for key, value in model.state_dict().items())
     model.set_input_size(size)

@@ -108,3 +108,12 @@ def test_after_a_sheet_the_model_can_still_be_trained():
     with pytest.raises(RuntimeError):
         kept_maps(model, images[:, :1], (0.5,), (0.5,), each=True)
     assert reduction_of(model) is method
+
+
+def test_a_map_has_the_grid_of_the_picture_and_not_the_models_own():
+    model = reduce_(make("dynamic"), Random(at=2, keep=0.5))
+    images = torch.randn(2, 3, 24, 48, generator=torch.Generator().manual_seed(0))
+    for picture in kept_maps(model, images, (0.5,) * 3, (0.5,) * 3):
+        same = (picture["after block 2"] == picture[ORIGINAL]).all(2)
+        clear = same.reshape(6, 4, 12, 4).all((1, 3))
+        assert clear.sum() == 36 and same.sum() == 36 * 16

@@ -127,6 +127,9 @@ def _at_size(model: nn.Module, img_size: tuple[int, int]) -> nn.Module:
     tower: Any = tower_of(twin)
     if not hasattr(tower, "set_input_size"):
         raise UserError(f"{type(model).__name__} cannot be given another image size; expected one of timm's models")
+    patch = tower.patch_embed.patch_size
+    if any(size < step or size % step for size, step in zip(img_size, patch, strict=True)):
+        raise UserError(f"img_size={img_size}: expected rows and columns in multiples of the patches' {patch}")
     tower.set_input_size(img_size)
     return twin
 
