@@ -26,7 +26,7 @@ def export(
     weights: Weights = None,
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16", "int8"],
-        tyro.conf.arg(help="what it computes in; int8 is OpenVINO's and needs --data, bf16 is not ONNX's"),
+        tyro.conf.arg(help="what it computes in; int8 is for openvino and needs --data; bf16 is not for onnx"),
     ] = "fp32",
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="images at a time")] = 1,
     dynamic_batch: Annotated[bool, tyro.conf.arg(help="any number of images at a time")] = False,

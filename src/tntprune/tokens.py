@@ -25,6 +25,7 @@ class Tokens:
             was dropped. None unless somebody records.
         state: What a method keeps from one of its places for the next; the method that put it there also keeps it
             in step with the tokens.
+        places: N, how many places the original grid has; 0 where nobody said so.
     """
 
     x: torch.Tensor
@@ -33,6 +34,7 @@ class Tokens:
     size: torch.Tensor | None = None
     source: torch.Tensor | None = None
     state: Any = None
+    places: int = 0
 
     @property
     def patches(self) -> torch.Tensor:
@@ -54,7 +56,7 @@ def start(x: torch.Tensor, prefix: int, follow: bool = False) -> Tokens:
         follow: Also keep `source`.
     """
     index = torch.arange(x.shape[1] - prefix, device=x.device).expand(x.shape[0], -1)  # (B, N)
-    return Tokens(x, index, prefix, source=index if follow else None)
+    return Tokens(x, index, prefix, source=index if follow else None, places=index.shape[1])
 
 
 def pick(values: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tntprune.errors import UserError
-from tntprune.exporters.base import INDEX, first_line
+from tntprune.exporters.base import KEPT, first_line
 from tntprune.exporters.export import reopen
 from tntprune.exporters.graph import Answering, input_shape
 from tntprune.reduce import device_of
@@ -98,8 +98,8 @@ def check(model: nn.Module, path: str | Path, images: torch.Tensor | None = None
             right, places = (out.cpu() for out in eager(part.to(device_of(model))))
             logits.append(found["logits"])
             expected.append(right)
-            if INDEX in found:
-                shares = [_common(a, b) for a, b in zip(found[INDEX], places, strict=True)]
+            if KEPT in found:
+                shares = [_common(a, b) for a, b in zip(found[KEPT], places, strict=True)]
                 kept += shares
                 same += [share == 1 for share in shares]
     found_, right = torch.cat(logits)[: len(images)], torch.cat(expected)[: len(images)]

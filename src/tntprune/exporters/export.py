@@ -53,7 +53,7 @@ def export(
     calibration_size: int = 128,
     note: dict[str, Any] | None = None,
 ) -> Exported:
-    """Write a model as a file for another runtime: input `images`, outputs `logits` and, if asked for, `index`.
+    """Write a model as a file for another runtime: input `images`, outputs `logits` and, if asked for, `kept`.
 
     Beside it goes FILE.json: preprocessing, reduction, multiply-accumulates, names, versions. Everything is written
     whole or not at all.

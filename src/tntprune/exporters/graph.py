@@ -10,7 +10,7 @@ from torch import nn
 
 from tntprune.backbones.base import Reduced, find_backbone, tower_of
 from tntprune.errors import UserError
-from tntprune.exporters.base import INDEX, INPUT, LOGITS, first_line, quiet
+from tntprune.exporters.base import INPUT, KEPT, LOGITS, first_line, quiet
 
 
 class Answering(nn.Module):
@@ -36,7 +36,7 @@ class Answering(nn.Module):
     @property
     def outputs(self) -> tuple[str, ...]:
         """Their names."""
-        return (LOGITS, INDEX) if self.indices else (LOGITS,)
+        return (LOGITS, KEPT) if self.indices else (LOGITS,)
 
 
 def input_shape(model: Any) -> tuple[int, int, int]:

@@ -31,6 +31,7 @@ class Onnx(Format):
             torch.onnx.export(
                 job.program, f=str(job.file), dynamo=True, input_names=[INPUT], output_names=list(job.outputs),
                 external_data=size > LARGE, verbose=False,
+                custom_translation_table={torch.ops.aten.sort.stable: _sort},
             )  # fmt: skip
 
     def open(self, file: Path, dtype: DType, threads: int | None = None) -> Runner:
@@ -41,6 +42,14 @@ class Onnx(Format):
         options.log_severity_level = 4
         session: Any = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
         return lambda images: [torch.from_numpy(out) for out in session.run(None, {INPUT: images.numpy()})]
+
+
+def _sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
+    """A stable sort, which torch's exporter lacks; ONNX's TopK lets the lower index go first among equals."""
+    from onnxscript import opset18 as op
+
+    count = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
+    return op.TopK(values, count, axis=dim, largest=int(descending), sorted=1)  # type: ignore[no-any-return]
 
 
 FORMAT = Onnx()

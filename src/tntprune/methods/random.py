@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from tntprune.attention import Heads
 from tntprune.config import Random
-from tntprune.methods.base import Method, implements
+from tntprune.methods.base import Layout, Method, implements
 from tntprune.schedule import Step
-from tntprune.tokens import Tokens, shuffled, take
+from tntprune.tokens import NOWHERE, Tokens, shuffled, take
 
 
 @implements(Random)
@@ -17,7 +19,29 @@ class RandomDrop(Method):
     """
 
     config: Random
+    rank: torch.Tensor
+
+    def __init__(self, config: Random, layout: Layout) -> None:
+        super().__init__(config, layout)
+        self.register_buffer("rank", self.ranks(), persistent=False)
+
+    def resize(self, grid: tuple[int, int]) -> None:
+        super().resize(grid)
+        self.rank = self.ranks().to(self.rank.device)
+
+    def ranks(self) -> torch.Tensor:
+        """Which one each place of the model's own grid is in the order, after a first entry for a token without place.
+
+        Made beforehand, for it takes whole numbers of 64 bits, which not every runtime has.
+        """
+        places = torch.arange(NOWHERE, self.layout.patches, device="cpu")
+        return shuffled(places, self.config.order).argsort().argsort()  # (1 + N,)
+
+    def key(self, tokens: Tokens) -> torch.Tensor:
+        """(B, n), by which the tokens are put in order."""
+        if tokens.places == self.layout.patches:
+            return self.rank[tokens.index + 1]
+        return shuffled(tokens.index, self.config.order)  # an image of another size than the model's
 
     def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
-        key = shuffled(tokens.index, self.config.order)  # (B, n)
-        return take(tokens, key.topk(step.leaving, dim=1, largest=False).indices)
+        return take(tokens, self.key(tokens).topk(step.leaving, dim=1, largest=False).indices)

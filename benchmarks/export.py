@@ -1,0 +1,218 @@
+"""How fast exported models are, and what they get right. Writes docs/export.md.
+
+python benchmarks/export.py --data ../shared/data --reducer runs/results/tnt
+
+Times are those of DeiT-S (distilled) with random weights, each setting in turns with all others. Accuracy is that of
+ViT-Tiny with its own weights; int8 is calibrated on calibration-1000, imagenet-val-1300 is only reported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import quantiles
+from tempfile import TemporaryDirectory
+
+import timm
+import torch
+import tyro
+from torch import nn
+from tqdm import tqdm
+
+from tntprune import TNT, load_, macs, reduce_
+from tntprune.data import labelled_photos
+from tntprune.environment import stamp
+from tntprune.exporters.base import Runner, find_format
+from tntprune.exporters.export import export, reopen
+from tntprune.exporters.samples import chosen, read
+from tntprune.models import load_model
+from tntprune.storage import write
+
+FAST, RIGHT = "deit_small_distilled_patch16_224", "vit_tiny_patch16_224"
+CONFIG = TNT(at=3, keep=0.5, similar=25)
+SETTINGS = {  # runtime and precision: format, dtype
+    "onnxruntime fp32": ("onnx", "fp32"),
+    "OpenVINO fp32": ("openvino", "fp32"),
+    "OpenVINO bf16": ("openvino", "bf16"),
+    "OpenVINO int8": ("openvino", "int8"),
+}
+WANTED = 5.0  # times as fast as the eager unpruned model, OpenVINO int8 with half of the tokens
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds a batch."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+def eager(model: nn.Module) -> Runner:
+    @torch.inference_mode()
+    def run(images: torch.Tensor) -> list[torch.Tensor]:
+        return [model(images)]
+
+    return run
+
+
+def exported(model: nn.Module, folder: Path, name: str, batch: int, calibration: torch.Tensor, threads: int) -> Runner:
+    to, dtype = SETTINGS[name]
+    path = folder / f"{to}-{dtype}-{batch}{find_format(to).suffix}"
+    export(model, path, to, dtype, batch_size=batch, calibration=calibration)  # type: ignore[arg-type]
+    return reopen(path, threads)[0]
+
+
+def measure(runners: dict[str, Runner], images: torch.Tensor, rounds: int) -> dict[str, Times]:
+    """All of them in turns; the first two rounds warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for number in tqdm(range(rounds + 2), desc=f"batch {len(images)}", unit="round"):
+        for name, run in runners.items():
+            begin = time.perf_counter()
+            run(images)
+            if number >= 2:
+                seconds[name].append(1000 * (time.perf_counter() - begin))
+    cuts = {name: quantiles(spent, n=10, method="inclusive") for name, spent in seconds.items()}
+    return {name: Times(cut[4], cut[0], cut[8]) for name, cut in cuts.items()}
+
+
+def speed(batch: int, rounds: int, threads: int) -> list[str]:
+    """Rows of the table of times."""
+    images = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(8 * batch, 3, 224, 224, generator=torch.Generator().manual_seed(1))
+    models = {"unpruned": timm.create_model(FAST).eval(), "TNT, K = .5": timm.create_model(FAST).eval()}
+    reduce_(models["TNT, K = .5"], CONFIG)
+    with TemporaryDirectory() as folder:
+        runners: dict[str, Runner] = {}
+        for number, (kind, model) in enumerate(models.items()):
+            runners[f"eager fp32 | {kind}"] = eager(model)
+            for name in SETTINGS:
+                place = Path(folder, str(number))
+                runners[f"{name} | {kind}"] = exported(model, place, name, batch, noise, threads)
+        times = measure(runners, images, rounds)
+    first = times["eager fp32 | unpruned"].median
+    whole = macs(models["unpruned"]).macs
+    rows = []
+    for name, found in times.items():
+        factor = first / found.median
+        share = whole / macs(models[name.split(" | ")[1]]).macs
+        verdict = ""
+        if name == "OpenVINO int8 | TNT, K = .5":
+            verdict = f"at least {WANTED:g}: {'yes' if factor >= WANTED else '**no**'}"
+        rows.append(
+            f"| {batch} | {name} | {found.median:.1f} | {found.p10:.1f} | {found.p90:.1f} | {factor:.2f} | "
+            f"{share:.2f} | {verdict} |"
+        )
+    return rows
+
+
+def guesses(run: Runner, parts: Callable[[], list[torch.Tensor]], batch: int) -> torch.Tensor:
+    """First guesses, (n,); a last batch that is not full is filled up and cut."""
+    found = []
+    for part in parts():
+        full = torch.cat([part, part[:1].expand(batch - len(part), -1, -1, -1)])
+        found.append(run(full)[0].argmax(1)[: len(part)])
+    return torch.cat(found)
+
+
+def accuracy(data: Path, reducer: Path, photos: int, threads: int) -> list[str]:
+    """Rows of the table of accuracy."""
+    batch, rows = 4, []
+    for kind in ("unpruned", "TNT, K = .5"):
+        model = load_model(RIGHT, data / f"{RIGHT}.safetensors")
+        if kind != "unpruned":
+            load_(model, reducer, at=3, keep=0.5, similar=25)
+        calibration = read(model, chosen(data / "calibration-1000", 128, 0)[0])
+        found = labelled_photos(data / "imagenet-val-1300", model)
+        found = found[:: max(1, len(found) // photos)] if photos else found
+        images, labels = read(model, found), torch.tensor([photo.label for photo in found])
+        right = guesses(eager(model), lambda images=images: list(images.split(batch)), batch)  # type: ignore[misc]
+        rows.append(f"| {kind} | eager fp32 | {100 * (right == labels).float().mean():.2f} | |")
+        with TemporaryDirectory() as folder:
+            for name in SETTINGS:
+                run = exported(model, Path(folder), name, batch, calibration, threads)
+                told = guesses(run, lambda images=images: list(images.split(batch)), batch)  # type: ignore[misc]
+                top1, same = 100 * (told == labels).float().mean(), 100 * (told == right).float().mean()
+                rows.append(f"| {kind} | {name} | {top1:.2f} | {same:.2f} |")
+    return rows
+
+
+def main(
+    data: Path = Path("../shared/data"),
+    reducer: Path = Path("runs/results/tnt"),
+    batches: tuple[int, ...] = (1, 8),
+    rounds: int = 30,
+    threads: int = 2,
+    photos: int = 0,
+    page: Path = Path("docs/export.md"),
+) -> None:
+    """Measure everything and write the page.
+
+    Args:
+        data: Folder with the weights of ViT-Tiny, calibration-1000 and imagenet-val-1300.
+        reducer: TNT's scorers for it.
+        batches: Images at a time, for the times.
+        rounds: Passes of each setting.
+        threads: Of every runtime.
+        photos: About how many photos accuracy is measured on; 0 for all.
+        page: The page to write.
+    """
+    torch.set_num_threads(threads)
+    times = [row for batch in batches for row in speed(batch, rounds, threads)]
+    right = accuracy(data, reducer, photos, threads)
+    text = PAGE.format(
+        times="\n".join(times), right="\n".join(right), stamp=stamp(), threads=threads, rounds=rounds, model=FAST,
+        other=RIGHT,
+    )  # fmt: skip
+    write(page, text.encode())
+
+
+PAGE = """# Exported models
+
+`tntprune export` writes a model, pruned or not, for onnxruntime, OpenVINO or `torch.export`, and FILE.json beside it:
+preprocessing, names, precision, reduction, versions. What OpenVINO computes in is told when the file is loaded: that
+is `compile_with` in the JSON. Images and logits are fp32 in every file.
+
+| format | fp32 | fp16 | bf16 | int8 |
+|---|---|---|---|---|
+| `onnx` (.onnx) | yes | yes | no | no |
+| `openvino` (.xml and .bin) | yes | yes | yes | yes, with `--data` |
+| `pt2` (.pt2) | yes | yes | yes | no |
+
+Each method with fixed counts can be exported; `ats`, and `avit` without `at`, keep another number of tokens in each
+image and are refused. `--indices` adds the output `kept`: the places in the grid of the tokens left at the end, -1 for
+a token that has none. `--dynamic-batch` takes any number of images at a time.
+
+`--check` loads the file anew and compares it with the model. In fp32 the logits may differ by 0.001 of their spread and
+the same tokens have to be kept, in all images but one in fifty (at least one), where two scores may be nearly the same.
+In fp16, bf16 and int8 the logits have to correlate by 0.99, 0.98 and 0.9, and with `--data` the first guess has to be
+the same on 95, 90 and 75 % of the photos.
+
+## Speed
+
+`{model}` with random weights, {threads} threads, half of the patch tokens kept at block 3 and 25 similar ones dropped;
+milliseconds a batch over {rounds} rounds in which all settings take turns. int8 is int8 where OpenVINO has it and bf16
+elsewhere. "Times as fast" is against the eager unpruned model in fp32; the ratio of the multiply-accumulates beside it
+is what pruning alone could give.
+
+Written by `python benchmarks/export.py` on {stamp}.
+
+| batch | runtime | model | median | p10 | p90 | times as fast | fewer MACs | demand |
+|---:|---|---|---:|---:|---:|---:|---:|---|
+{times}
+
+## Accuracy
+
+`{other}` with its own weights on the 1300 photos, int8 calibrated on 128 others. Agreement is with the same model in
+eager fp32, pruned or not: it says what the export costs, not what pruning costs.
+
+| model | runtime | top-1 | agreement |
+|---|---|---:|---:|
+{right}
+"""
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

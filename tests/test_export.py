@@ -1,0 +1,221 @@
+"""Files for other runtimes say what the model says, or are refused in one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+import tntprune
+from conftest import make, photos_for
+from tntprune import ATS, TNT, Random, ToMe, TopK, reduce_
+from tntprune.cli import main
+from tntprune.errors import UsageError, UserError
+from tntprune.exporters.check import check
+from tntprune.exporters.export import described, export, reopen
+from tntprune.exporters.graph import Answering
+
+SUFFIX = {"onnx": "onnx", "openvino": "xml", "pt2": "pt2"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A small pruned model as a package, and the model."""
+    model = reduce_(make("distilled"), TNT(at=3, keep=0.5, similar=25))
+    path = tmp_path_factory.mktemp("written") / "small.pt2"
+    return model, export(model, path, "pt2", indices=True)
+
+
+@pytest.mark.parametrize(
+    ("to", "kind", "configs", "dynamic"),
+    [
+        ("onnx", "distilled", [TNT(at=3, keep=0.5, similar=25)], True),
+        ("onnx", "registers", [ToMe(at=3, keep=0.6)], False),
+        ("openvino", "plain", [Random(at=3)], True),
+        ("openvino", "no_cls", [], False),
+        ("pt2", "layer_scale", [TopK(at=2, keep=0.7), ToMe(at=4, r=5)], True),
+    ],
+)
+def test_a_file_says_what_the_model_says(to, kind, configs, dynamic, tmp_path):
+    pytest.importorskip({"onnx": "onnxscript", "openvino": "openvino", "pt2": "torch"}[to])
+    model = make(kind)
+    if configs:
+        reduce_(model, *configs)
+    path = tmp_path / f"model.{SUFFIX[to]}"
+    found = export(model, path, to, dynamic_batch=dynamic, indices=True, batch_size=1 if dynamic else 2)
+    run, about = reopen(path)
+    for batch in (1, 3) if dynamic else (2,):
+        images = photos_for(model, batch)
+        with torch.inference_mode():
+            logits, kept = Answering(model, indices=True)(images)
+            expected = model(images)
+        told = run(images)
+        torch.testing.assert_close(told[0], expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(logits, expected)
+        assert torch.equal(told[1].sort().values, kept.sort().values)
+    assert about["batch"] == ("dynamic" if dynamic else 2)
+    assert [entry["name"] for entry in about["outputs"]] == ["logits", "kept"]
+    assert about["outputs"][1]["shape"][1] == kept.shape[1]
+    assert set(tmp_path.iterdir()) == set(found.files)
+    assert check(model, path, photos_for(model, 4)).problem is None
+
+
+def test_the_model_stays_as_it_is(written):
+    model, _ = written
+    assert next(model.parameters()).dtype == torch.float32 and next(model.parameters()).requires_grad
+    assert type(model).__name__ == "ReducedVisionTransformerDistilled"
+
+
+def test_what_one_has_to_know_lies_beside_it(written):
+    model, found = written
+    about = json.loads(described(found.path).read_text())
+    assert found.files == (found.path, described(found.path))
+    assert about["tntprune"] == tntprune.__version__ and about["versions"]["torch"]
+    assert about["reduction"]["method"] == "tnt" and about["reduction"]["similar"] == 25
+    assert about["macs"] == tntprune.macs(model).macs
+    assert about["inputs"] == [{"name": "images", "shape": [1, 3, 32, 32], "dtype": "float32"}]
+    assert about["preprocessing"]["input_size"] == [3, 32, 32] and len(about["preprocessing"]["mean"]) == 3
+    assert about["format"] == "pt2" and about["dtype"] == "fp32"
+
+
+def test_the_check_finds_a_file_of_another_model(written):
+    model, found = written
+    with torch.no_grad():
+        other = reduce_(make("distilled"), TNT(at=3, keep=0.5, similar=25))
+        other.head.bias.add_(1)
+    assert check(model, found.path).problem is None
+    told = check(other, found.path)
+    assert told.problem is not None and "logits differ" in told.problem and told.same_kept == 100
+
+
+def test_the_check_finds_other_tokens(tmp_path):
+    model = reduce_(make("plain"), Random(at=5, keep=0.9))
+    with torch.no_grad():
+        model.head.weight.zero_()  # so that the logits say nothing
+        model.head.bias.copy_(torch.arange(7))
+    path = export(model, tmp_path / "m.pt2", "pt2", indices=True).path
+    assert check(model, path).problem is None
+    told = check(reduce_(model, Random(at=5, keep=0.9, order=1)), path)
+    assert told.problem is not None and "other tokens" in told.problem
+
+
+def test_a_broken_file_is_one_line(written, tmp_path):
+    model, found = written
+    path = tmp_path / "broken.pt2"
+    path.write_bytes(found.path.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"broken\.pt2\.json: cannot be read"):
+        check(model, path)
+    described(path).write_bytes(described(found.path).read_bytes())
+    with pytest.raises(UserError, match="pt2 cannot load it"):
+        check(model, path)
+    path.unlink()
+    with pytest.raises(UserError, match="no such file"):
+        check(model, path)
+
+
+def test_half_precision_is_near(tmp_path):
+    model = reduce_(make("plain"), TopK(at=3))
+    path = export(model, tmp_path / "m.pt2", "pt2", "bf16").path
+    told = check(model, path)
+    assert told.problem is None and 1e-4 < told.relative < 0.5 and told.same_kept is None
+
+
+@pytest.mark.slow
+def test_int8_is_near_and_small(tmp_path):
+    pytest.importorskip("nncf")
+    model = reduce_(make("plain"), TNT(at=3, keep=0.5))
+    images = photos_for(model, 12)
+    whole = export(model, tmp_path / "whole.xml", "openvino")
+    small = export(model, tmp_path / "small.xml", "openvino", "int8", calibration=images)
+    assert small.about["calibration_images"] == 12
+    assert small.path.with_suffix(".bin").stat().st_size < 0.5 * whole.path.with_suffix(".bin").stat().st_size
+    assert check(model, small.path).problem is None
+
+
+def refused(kind, message, **options):
+    model = options.pop("model", None) or make("plain")
+    with pytest.raises(kind, match=message):
+        export(model, options.pop("path", "never.onnx"), options.pop("to", "onnx"), **options)
+
+
+def test_what_makes_no_sense_is_refused_by_name(tmp_path):
+    refused(UsageError, "unknown format 'trt'; expected onnx, openvino, pt2", to="trt")
+    refused(UsageError, r"never\.onnx: expected a file that ends in \.pt2", to="pt2")
+    refused(UsageError, "onnx with bf16: .* expected fp16, or openvino", dtype="bf16")
+    refused(UsageError, "pt2 with int8: .* expected openvino", to="pt2", path="a.pt2", dtype="int8")
+    refused(UsageError, "onnx with fp8: unknown dtype; expected fp32, fp16", dtype="fp8")
+    refused(UsageError, "both given", dynamic_batch=True, batch_size=4)
+    refused(UsageError, "batch_size", batch_size=0)
+    refused(UserError, "training mode; call model.eval", model=make("plain").train())
+    refused(UserError, "bfloat16; expected fp32", model=make("plain").bfloat16())
+    refused(
+        UserError,
+        "ats keeps another number .* expected a method with fixed counts",
+        model=reduce_(make("plain"), ATS()),
+    )
+    refused(UserError, "is not supported", model=torch.nn.Linear(2, 2))
+
+
+def test_int8_wants_photos_of_the_right_kind():
+    pytest.importorskip("nncf")
+    int8 = {"to": "openvino", "path": "a.xml", "dtype": "int8"}
+    refused(UsageError, "int8 needs photos", **int8)
+    refused(
+        UserError, r"shape \(2, 3, 16, 16\); expected \(n, 3, 32, 32\)", calibration=torch.zeros(2, 3, 16, 16), **int8
+    )
+    refused(
+        UserError,
+        "2 calibration images; expected at least 4",
+        calibration=torch.zeros(2, 3, 32, 32),
+        batch_size=4,
+        **int8,
+    )
+    refused(UserError, "no such folder", calibration="nowhere", **int8)
+
+
+@pytest.mark.parametrize(("to", "package"), [("onnx", "onnxscript"), ("openvino", "openvino")])
+def test_a_missing_extra_is_named(to, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    refused(
+        UserError,
+        rf"{package}, which cannot be imported .*pip install 'tntprune\[{to}\]'",
+        to=to,
+        path=f"a.{SUFFIX[to]}",
+    )
+
+
+def test_nothing_is_left_of_a_failure_and_an_older_file_stays(tmp_path, monkeypatch):
+    from tntprune.exporters.pt2 import Pt2
+
+    path = tmp_path / "m.pt2"
+    path.write_text("older")
+
+    def fail(self, job):
+        job.file.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Pt2, "write", fail)
+    refused(UserError, "cannot be written .No space left", to="pt2", path=path)
+    assert path.read_text() == "older" and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_command(tmp_path, capfd):
+    out = tmp_path / "digits.pt2"
+    arguments = ["export", "digits_vit", "--to", "pt2", "--method", "tome", "--at", "2", "--out", str(out)]
+    assert main([*arguments, "--check", "--check-size", "4", "--indices", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)  # one object and nothing else, whatever the exporters say
+    assert told["files"] == [str(out), f"{out}.json"] and told["model"] == "digits_vit"
+    assert told["check"]["problem"] is None and told["check"]["same_kept"] == 100 and not told["check"]["photos"]
+    assert main(["export", "digits_vit", "--to", "openvino", "--dtype", "int8", "--out", "a.xml"]) == 2
+    assert "--data DIR" in capfd.readouterr().err
+
+
+def test_a_failing_check_is_an_error(tmp_path, capfd, monkeypatch):
+    from tntprune.exporters import check as module
+
+    monkeypatch.setattr(module, "TOLERANCE", -1.0)
+    out = tmp_path / "digits.pt2"
+    assert main(["export", "digits_vit", "--to", "pt2", "--out", str(out), "--check", "--check-size", "4"]) == 1
+    assert "not what the model says: logits differ" in capfd.readouterr().err
