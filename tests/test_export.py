@@ -10,7 +10,7 @@ import torch
 
 import tntprune
 from conftest import make, photos_for
-from tntprune import ATS, TNT, Random, ToMe, TopK, reduce_
+from tntprune import ATS, TNT, AViT, Random, ToMe, TopK, reduce_
 from tntprune.cli import main
 from tntprune.errors import UsageError, UserError
 from tntprune.exporters.check import check
@@ -32,7 +32,7 @@ def written(tmp_path_factory):
     ("to", "kind", "configs", "dynamic"),
     [
         ("onnx", "distilled", [TNT(at=3, keep=0.5, similar=25)], True),
-        ("onnx", "registers", [ToMe(at=3, keep=0.6)], False),
+        ("onnx", "registers", [AViT(at=3)], False),
         ("openvino", "plain", [Random(at=3)], True),
         ("openvino", "no_cls", [], False),
         ("pt2", "layer_scale", [TopK(at=2, keep=0.7), ToMe(at=4, r=5)], True),

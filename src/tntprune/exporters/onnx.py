@@ -31,7 +31,7 @@ class Onnx(Format):
             torch.onnx.export(
                 job.program, f=str(job.file), dynamo=True, input_names=[INPUT], output_names=list(job.outputs),
                 external_data=size > LARGE, verbose=False,
-                custom_translation_table={torch.ops.aten.sort.stable: _sort},
+                custom_translation_table={torch.ops.aten.sort.stable: _sort, torch.ops.aten.sigmoid.default: _sigmoid},
             )  # fmt: skip
 
     def open(self, file: Path, dtype: DType, threads: int | None = None) -> Runner:
@@ -46,10 +46,20 @@ class Onnx(Format):
 
 def _sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
     """A stable sort, which torch's exporter lacks; ONNX's TopK lets the lower index go first among equals."""
-    from onnxscript import opset18 as op
+    from onnxscript import opset18
 
+    op: Any = opset18
     count = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
     return op.TopK(values, count, axis=dim, largest=int(descending), sorted=1)  # type: ignore[no-any-return]
+
+
+def _sigmoid(values: Any) -> Any:
+    """Spelled out: onnxruntime's own takes everything below -18 for -18, and A-ViT ranks by what lies there."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+    one = op.CastLike(op.Constant(value_float=1.0), values)
+    return op.Reciprocal(op.Add(one, op.Exp(op.Neg(values))))
 
 
 FORMAT = Onnx()
