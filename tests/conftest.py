@@ -63,7 +63,6 @@ BACKBONES: dict[str, Callable[[], torch.nn.Module]] = {
         rope_type="mixed",
         attn_type="rope",
         scale_attn_inner=True,
-        qk_norm=True,
         class_token=False,
         global_pool="map",
     ),
