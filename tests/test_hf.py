@@ -43,9 +43,14 @@ def kind(request):
     return request.param
 
 
+@pytest.fixture(params=[*EACH_FAMILY, "siglip_classifier", "clip"])
+def each(request):
+    return request.param
+
+
 @pytest.fixture(params=list(CONFIGS))
-def config(request, kind):
-    config, model = CONFIGS[request.param], make(kind)
+def config(request, each):
+    config, model = CONFIGS[request.param], make(each)
     reason = implementation(type(config)).obstacle(find_backbone(model).layout(model), config)
     if reason:
         with pytest.raises(tntprune.UserError, match="cannot be applied here"):
@@ -54,8 +59,8 @@ def config(request, kind):
     return config
 
 
-def test_restore_gives_back_the_base_bit_for_bit(kind, config):
-    model, images = make(kind), photos_for(kind)
+def test_restore_gives_back_the_base_bit_for_bit(each, config):
+    model, images = make(each), photos_for(each)
     before, names, plain = run(model, images), list(model.state_dict()), type(model)
     tower = type(tower_of(model))
     stirred(model, config)
@@ -83,8 +88,8 @@ def test_keep_one_is_the_base_bit_for_bit(kind, attention):
     assert all(torch.equal(a, b) for a, b in zip(after.hidden_states, before.hidden_states, strict=True))
 
 
-def test_kept_patches_are_unique_in_range_and_counted(kind, config):
-    model, images = make(kind), photos_for(kind)
+def test_kept_patches_are_unique_in_range_and_counted(each, config):
+    model, images = make(each), photos_for(each)
     stirred(model, config)
     layout = reduction_of(model).layout
     plan = reduction_of(model).plan(layout.patches)
@@ -104,8 +109,8 @@ def test_kept_patches_are_unique_in_range_and_counted(kind, config):
     assert counted[:, 0].tolist() == [[n] * len(images) for n in tntprune.macs(model).tokens]
 
 
-def test_an_image_does_not_depend_on_its_batch(kind, config):
-    model, images = make(kind), photos_for(kind, 4)
+def test_an_image_does_not_depend_on_its_batch(each, config):
+    model, images = make(each), photos_for(each, 4)
     stirred(model, config)
     whole, turned = run(model, images), run(model, images.flip(0)).flip(0)
     alone = torch.cat([run(model, images[i : i + 1]) for i in range(4)])
@@ -247,10 +252,11 @@ def test_other_image_sizes(kind, name, size):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_half_precision(kind, name):
-    if kind not in EACH_FAMILY or (kind == "siglip" and name in ("evit", "ats")):
-        pytest.skip("one of each family")
-    model, images = stirred(make(kind), CONFIGS[name]), photos_for(kind)
+@pytest.mark.parametrize("each", EACH_FAMILY)
+def test_half_precision(each, name):
+    if each == "siglip" and name in ("evit", "ats"):
+        pytest.skip("SigLIP has no CLS token")
+    model, images = stirred(make(each), CONFIGS[name]), photos_for(each)
     exact = run(model, images)
     with torch.autocast("cpu", torch.bfloat16):
         near = (run(model, images).float() - exact).abs().mean() < 0.1 * exact.abs().mean() + 0.05
@@ -281,8 +287,8 @@ class Bare(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("each", "name"), [
-    *((each, "tnt-several") for each in EACH_FAMILY), ("clip_classifier", "tome"), ("siglip", "tnt-merge"),
-    ("vit_classifier", "evit"), ("dinov2_classifier", "tome"),
+    ("vit_classifier", "tnt-several"), ("deit_teacher", "evit"), ("dinov2_classifier", "tnt-merge"),
+    ("registers_classifier", "random"), ("clip_classifier", "tome"), ("siglip", "tnt-merge"),
 ])  # fmt: skip
 def test_export_gives_what_eager_gives(each, name):
     model, images = Bare(stirred(make(each), CONFIGS[name])), photos_for(each)
