@@ -29,7 +29,8 @@ from tntprune.options import config_from_text
 from tntprune.reduce import reduce_, reduction_of
 
 CPU = torch.device("cpu")
-ROW = Row("tnt", "tnt", 0.5, 8, "fp32", "eager", "cpu", 5.0, 4.0, 6.0, 1600.0, 1.6)
+ROW = Row("tnt", "tnt", 0.5, 8, "fp32", "eager", "cpu", 5.0, 4.0, 6.0, 1600.0, 1.6, rounds_ms=(5.0, 4.0, 6.0))
+BASE = replace(ROW, method="unpruned", median_ms=10.0, rounds_ms=(10.0, 8.0, 12.0))
 
 
 def test_every_candidate_has_its_oracle_and_shares_the_weights():
@@ -75,10 +76,13 @@ def test_a_run_has_every_setting_and_right_ratios():
         assert 0 < row.p10_ms <= row.median_ms <= row.p90_ms
         assert row.images_per_s == pytest.approx(1000 * row.batch / row.median_ms)
         same = [r for r in found.results if (r.batch, r.dtype) == (row.batch, row.dtype)]
-        assert row.speedup == pytest.approx(next(r for r in same if r.method == "unpruned").median_ms / row.median_ms)
+        base = next(r for r in same if r.method == "unpruned")
+        pairs = sorted(theirs / ours for theirs, ours in zip(base.rounds_ms, row.rounds_ms))
+        assert len(row.rounds_ms) == 4 and row.speedup == pytest.approx((pairs[1] + pairs[2]) / 2)
         if row.method in ("tnt", "random") and row.options == "tnt at=2":
             oracle = next(r for r in same if r.method == "oracle" and r.options == "tnt at=2")
-            assert row.oracle_ratio == pytest.approx(oracle.median_ms / row.median_ms)
+            pairs = sorted(theirs / ours for theirs, ours in zip(oracle.rounds_ms, row.rounds_ms))
+            assert row.oracle_ratio == pytest.approx((pairs[1] + pairs[2]) / 2)
         assert row.peak_mib is not None and row.peak_mib > 0
     tnt = next(row for row in found.results if row.method == "tnt")
     cost = tntprune.macs(reduce_(make("plain"), TNT(at=2, keep=0.5)))
@@ -159,8 +163,10 @@ def test_inductor_gives_what_eager_gives():
 
 
 def test_speedups_between_unlike_things_are_refused():
-    base = replace(ROW, method="unpruned", median_ms=10.0)
+    base = BASE
     assert speedup(ROW, base) == 2
+    slow = replace(ROW, rounds_ms=(5.0, 40.0, 6.0))  # one round in which the machine was slow for this one alone
+    assert speedup(slow, base) == 2
     for name, value in {"dtype": "bf16", "device": "cuda", "batch": 1}.items():
         with pytest.raises(tntprune.UserError, match=f"a speed-up between {name}"):
             speedup(ROW, replace(base, **{name: value}))
@@ -169,12 +175,13 @@ def test_speedups_between_unlike_things_are_refused():
 
 
 def test_a_backend_that_the_unpruned_model_was_not_timed_in_gets_no_speedup():
-    base = replace(ROW, method="unpruned", median_ms=10.0)
+    base = BASE
     rows, notes = with_speedups([base, ROW, replace(ROW, backend="compile"), replace(ROW, dtype="bf16")])
     assert [row.speedup for row in rows] == [1, 2, None, None]
     assert len(notes) == 2 and "the unpruned model was not timed there" in notes[0]
-    rows, notes = with_speedups([base, replace(base, backend="compile", median_ms=4.0), ROW])
-    assert [row.speedup for row in rows] == [0.4, 1, 0.8] and rows[2].against == "compile" and not notes
+    faster = replace(base, backend="compile", median_ms=4.0, rounds_ms=(4.0, 3.2, 4.8))
+    rows, notes = with_speedups([base, faster, ROW])
+    assert [row.speedup for row in rows] == pytest.approx([0.4, 1, 0.8]) and rows[2].against == "compile" and not notes
     assert "1.60x        -" in table(with_speedups([replace(ROW, backend="compile")])[0])
 
 

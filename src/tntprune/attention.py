@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,11 @@ class Heads:
     attention: torch.Tensor | None = None
     fused: bool = True
     dropout: float = 0.0
+
+    def first(self, count: int) -> Heads:
+        """The same for the queries of the first tokens alone; the keys are still all there."""
+        bias = self.bias if self.bias is None or self.bias.shape[-2] == 1 else self.bias[:, :, :count]
+        return replace(self, query=self.query[:, :, :count], bias=bias)
 
     def rows(self, first: int) -> torch.Tensor:
         """What the first tokens attend to, (B, heads, first, n) in fp32, rows that sum to 1. Costs first rows."""

@@ -15,7 +15,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from torch import nn
 
-from tntprune.backbones.base import Answer, find_backbone
+from tntprune.backbones.base import Answer, find_backbone, tower_of
 from tntprune.errors import UsageError, UserError
 from tntprune.reduce import base_of, device_of, reduction_of
 
@@ -128,17 +128,23 @@ class Trainer:
             )
         if getattr(model, "num_classes", None) == 0 or getattr(model, "global_pool", None) == "":
             raise UserError("the model gives no class logits to train against; expected one with classes and pooling")
-        self.base = base_of(model)
-        if tunes:  # the teacher stays as it was
-            self.base = copy.deepcopy(self.base).requires_grad_(False).eval()
+        self.base: nn.Module | None = None
+        if tunes:  # the teacher stays as it was; of a frozen model the first blocks are run once for both
+            self.base = copy.deepcopy(base_of(model)).requires_grad_(False).eval()
         self.backbone = find_backbone(model)
         if self.method.ce and not self.backbone.classes(model):
             raise UserError(
                 f"{type(model).__name__} tells no classes apart, so there is no cross-entropy to train against; "
                 "expected a classifier, or a method that is trained without labels, such as tnt"
             )
+        layout = self.method.layout
+        self.narrow = (  # whether all that matters of the last block are its prefix tokens
+            layout.cls and layout.pool == "token" and layout.opens and not self.method.penalises
+        )
         self.device = device_of(model)
         self.bf16 = training.on(self.device).amp == "bf16"
+        fused = [module for module in model.modules() if getattr(module, "fused_attn", False)]
+        self.slow = fused if self.bf16 and self.device.type == "cpu" else []
         self.learned = dict(learned_parameters(model, tunes))
         self.own = set(self.method.parameters())
         self.optimizer = create_optimizer_v2(
@@ -175,7 +181,7 @@ class Trainer:
         for parameter in self.learned.values():
             parameter.requires_grad_(thawed or parameter in self.own)
         images = images.to(self.device, non_blocking=True)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16), unfused(self.slow):
             loss = self.loss(images, labels)
         if not loss.requires_grad:
             raise UserError("nothing learns: at these locations every token stays; expected a smaller keep")
@@ -193,11 +199,7 @@ class Trainer:
     def loss(self, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
         """Divergence from the unpruned model, cross-entropy to the labels, and what the method adds."""
         method = self.method
-        teacher: Answer | None = None
-        if method.kl or method.needs_teacher:
-            with torch.no_grad():
-                teacher = self.backbone.answer(self.base, images)
-        answer = self.backbone.answer(self.model, images)
+        teacher, answer = self.answers(images)
         losses = []
         if method.kl:
             assert teacher is not None
@@ -213,6 +215,31 @@ class Trainer:
         if extra is not None:
             losses.append(extra)
         return torch.stack(losses).sum()
+
+    def answers(self, images: torch.Tensor) -> tuple[Answer | None, Answer]:
+        """What the unpruned model says, if anyone wants to know, and what the reduced one says."""
+        wanted, judge = bool(self.method.kl) or self.method.needs_teacher, self.backbone.judge
+        if self.base is not None:
+            with torch.no_grad():
+                teacher = self.backbone.answer(self.base, images) if wanted else None
+            return teacher, self.backbone.answer(self.model, images)
+        tower: Any = tower_of(self.model)
+        whole, left = tower.twice(images, wanted, self.narrow)
+        with torch.no_grad():
+            teacher = None if whole is None else judge(self.model, whole)
+        return teacher, judge(self.model, left)
+
+
+@contextmanager
+def unfused(modules: list[Any]) -> Iterator[None]:
+    """Attention without the fused kernel, whose backward pass in bfloat16 on a CPU is three times as slow."""
+    for module in modules:
+        module.fused_attn = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.fused_attn = True
 
 
 def learned_parameters(model: nn.Module, tunes: bool) -> Iterator[tuple[str, nn.Parameter]]:

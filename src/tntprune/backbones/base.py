@@ -112,6 +112,10 @@ class Backbone(ABC):
     def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
         """Everything that training looks at, of a model that is reduced or not."""
 
+    @abstractmethod
+    def judge(self, model: nn.Module, tokens: Tokens) -> Answer:
+        """The same of the tokens that leave the last block of a reduced model."""
+
     def grid(self, model: nn.Module, images: torch.Tensor) -> tuple[int, int]:
         """Rows and columns of patches that such images have in a model that is reduced or not.
 
@@ -255,24 +259,61 @@ class Reduced:
             last: The last block to run; None for all.
             **options: For `embed`.
         """
-        trace = self.trace
-        if trace is not None:
-            trace.begin()
+        if self.trace is not None:
+            self.trace.begin()
+        follow = follow or any(watcher is not None for watcher in (self.trace, visit, made))
+        tokens, everywhere = self.enter(images, follow, **options)
+        tokens = self.onward(tokens, everywhere, self.reduction.plan(tokens.count), 0, last, visit, made)
+        if self.trace is not None:
+            self.trace.count(tokens)
+            self.trace.ended = True
+        return tokens
+
+    def enter(self, images: torch.Tensor, follow: bool = False, **options: Any) -> tuple[Tokens, Any]:
+        """Images to tokens as they leave the embedding, and to what every block needs to know of the places."""
         x, everywhere = self.embed(images, **options)
-        follow = follow or any(watcher is not None for watcher in (trace, visit, made))
-        tokens = start(x, self.num_prefix_tokens, follow)
-        plan = self.reduction.plan(tokens.count)
-        before = fresh = tokens
-        places = everywhere
-        tokens = self.reduction(tokens, Place(0), plan)
-        for number in range((len(self.blocks) if last is None else last) + 1):
-            if number and self.grad_checkpointing and torch.is_grad_enabled() and tokens.x.requires_grad:
+        return start(x, self.num_prefix_tokens, follow), everywhere
+
+    def onward(
+        self,
+        tokens: Tokens,
+        everywhere: Any,
+        plan: Plan | None,
+        first: int = 0,
+        last: int | None = None,
+        visit: Visit | None = None,
+        made: Visit | None = None,
+        narrow: bool = False,
+    ) -> Tokens:
+        """From the tokens that leave one block to those that leave another.
+
+        Args:
+            tokens: That leave block `first`, all of them still there.
+            everywhere: What `enter` gave with them.
+            plan: What the reduction does on the way, beginning after block `first`; None: nothing, and nobody looks.
+            first: 0 is the embedding.
+            last: None is the last one.
+            visit: See `walk`.
+            made: See `walk`.
+            narrow: Let only the prefix tokens leave the last block, where nothing is done there.
+        """
+        last = len(self.blocks) if last is None else last
+        before, places = tokens, everywhere
+        for number in range(first, last + 1):
+            fresh = tokens
+            if number == first:
+                tokens = tokens if plan is None else self.reduction(tokens, Place(first), plan)
+            elif narrow and number == len(self.blocks) and (plan is None or self.reduction.rests(plan, number)):
+                tokens = fresh = self.narrowed(tokens, number, places)
+            elif plan is None:
+                tokens = fresh = replace(tokens, x=self.whole(number, tokens.x, places))
+            elif self.grad_checkpointing and torch.is_grad_enabled() and tokens.x.requires_grad:
                 fresh, tokens = checkpoint(self.run_block, tokens, number, plan, places, use_reentrant=False)
-            elif number:
+            else:
                 fresh, tokens = self.run_block(tokens, number, plan, places)
             if tokens.index is not before.index:
-                if trace is not None:
-                    trace.add(number, tokens)
+                if self.trace is not None:
+                    self.trace.add(number, tokens)
                 if everywhere is not None and number < len(self.blocks):
                     places = self.placed(everywhere, tokens.index)
             if made is not None:
@@ -280,10 +321,34 @@ class Reduced:
             if visit is not None:
                 visit(number, tokens)
             before = tokens
-        if trace is not None:
-            trace.count(tokens)
-            trace.ended = True
         return tokens
+
+    def narrowed(self, tokens: Tokens, number: int, places: Any) -> Tokens:
+        """A block for the prefix tokens alone, which see all the others: (B, prefix + n, D) to (B, prefix, D)."""
+        halves, prefix = self.halves(number, places), tokens.prefix
+        heads = halves.open(tokens.x, self.reduction.bias(tokens)).first(prefix)
+        return replace(tokens, x=halves.mlp(halves.close(tokens.x[:, :prefix], heads.output())))
+
+    def twice(self, images: torch.Tensor, whole: bool, narrow: bool) -> tuple[Tokens | None, Tokens]:
+        """The last tokens of the unpruned model, without gradients, and of the reduced one.
+
+        The blocks before the first at which anything is done are run once for both. Gradients reach the reduction and
+        what comes after it, so this is for models that are frozen.
+
+        Args:
+            images: (B, C, H, W).
+            whole: Whether anyone asks for the unpruned model's; else None is given.
+            narrow: Whether prefix tokens are all that anyone asks for.
+        """
+        if self.trace is not None:
+            self.trace.begin()
+        with torch.no_grad():
+            tokens, everywhere = self.enter(images)
+            plan = self.reduction.plan(tokens.count)
+            first = self.reduction.begins(plan)
+            tokens = self.onward(tokens, everywhere, None, 0, first)
+            teacher = self.onward(tokens, everywhere, None, first, narrow=narrow) if whole else None
+        return teacher, self.onward(tokens, everywhere, plan, first, narrow=narrow)
 
     def run_block(self, tokens: Tokens, number: int, plan: Plan, places: Any) -> tuple[Tokens, Tokens]:
         """One block and what is done to the tokens in it and after it: whole, unless somebody has to look inside.

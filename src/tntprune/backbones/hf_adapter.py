@@ -83,12 +83,15 @@ class HuggingFace(Backbone):
     def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
         tower: Any = self.tower(model)
         if isinstance(tower, ReducedTower):
-            tokens, out = tower.run(images)
-            pooled = out.pooler_output
-        else:
-            x, pooled = self.unpruned(tower, images)
-            tokens = start(x, self.anatomy.prefix(tower))
+            return self.judge(model, tower.walk(images))
+        x, pooled = self.unpruned(tower, images)
+        tokens = start(x, self.anatomy.prefix(tower))
         return Answer(*self.head(model, tokens, pooled), tokens)
+
+    def judge(self, model: nn.Module, tokens: Tokens) -> Answer:
+        tower: Any = self.tower(model)
+        tokens = tower.final(tokens)
+        return Answer(*self.head(model, tokens, tower.pooled(tokens)), tokens)
 
     def unpruned(self, tower: Any, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last tokens of a tower that is not reduced, (B, prefix + N, D), and what it pools of them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,8 +24,7 @@ class ReducedTimm(Intermediates, Reduced):
         """Images to what is left of their tokens, normalised."""
         if attn_mask is not None or is_causal:
             raise UserError("a reduced model takes no attn_mask or is_causal: a mask for all tokens fits no longer")
-        tokens: Tokens = self.walk(images)
-        return replace(tokens, x=self.norm(tokens.x))
+        return self.final(self.walk(images))  # type: ignore[no-any-return]
 
     def forward_features(self, x: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> torch.Tensor:
         """Images to the tokens that are left, (B, prefix + n, D), normalised."""
@@ -119,15 +117,18 @@ class Timm(Backbone):
 
     def answer(self, model: Any, images: torch.Tensor) -> Answer:
         if isinstance(model, ReducedTimm):
-            tokens = model.tokens(images)
-            logits = model.classify(tokens)
-        else:
-            tokens = start(model.forward_features(images), model.num_prefix_tokens)
-            logits = model.forward_head(tokens.x)
+            return self.judge(model, model.walk(images))
+        tokens = start(model.forward_features(images), model.num_prefix_tokens)
+        return self._answer(model, tokens, model.forward_head(tokens.x))
+
+    def judge(self, model: Any, tokens: Tokens) -> Answer:
+        tokens = model.final(tokens)
+        return self._answer(model, tokens, model.classify(tokens))
+
+    def _answer(self, model: Any, tokens: Tokens, logits: torch.Tensor) -> Answer:
         if not self.layout(model).distilled:
             return Answer(logits, logits, tokens)
-        inner: Any = model
-        return Answer(logits, inner.head(inner.head_drop(tokens.x[:, 0])), tokens)
+        return Answer(logits, model.head(model.head_drop(tokens.x[:, 0])), tokens)
 
 
 def _pools_prefix(model: Any) -> bool:

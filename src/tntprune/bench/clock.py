@@ -20,11 +20,12 @@ BUSY = 0.1  # processors that others may keep busy before it is told
 
 
 class Times(NamedTuple):
-    """Milliseconds of a call: the median, and what one in ten is faster and slower than."""
+    """Milliseconds of a call: the median, what one in ten is faster and slower than, and all of them."""
 
     median: float
     p10: float
     p90: float
+    all: tuple[float, ...]
 
 
 def in_turns(
@@ -57,7 +58,7 @@ def in_turns(
 def summary(milliseconds: Sequence[float]) -> Times:
     """Median and the tenths at both ends."""
     tenths = quantiles(milliseconds, n=10, method="inclusive")
-    return Times(tenths[4], tenths[0], tenths[8])
+    return Times(tenths[4], tenths[0], tenths[8], tuple(milliseconds))
 
 
 def peak_memory(call: Callable[[], Any], device: torch.device) -> int | None:

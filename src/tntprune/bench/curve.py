@@ -93,7 +93,7 @@ def latency_curve(
                 whole = times[-1].median
                 points += [
                     Point(
-                        one.tokens[0], batch, dtype, backend, *spent, mac_share=1 / one.mac_ratio,
+                        one.tokens[0], batch, dtype, backend, *spent[:3], mac_share=1 / one.mac_ratio,
                         time_share=spent.median / whole,
                     )
                     for one, spent in zip(sliced, times, strict=True)

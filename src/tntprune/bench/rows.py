@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from statistics import median
 
 from tntprune.errors import UserError
 
@@ -26,14 +27,15 @@ class Row:
         p90_ms: One pass in ten is slower.
         images_per_s: From the median.
         mac_ratio: The unpruned model's multiply-accumulates over this one's.
-        speedup: The fastest unpruned model's median over this one's, of the same batch, dtype and device; None where
-            there is nothing to compare with.
+        speedup: How many times as fast as the fastest unpruned model of the same batch, dtype and device; the median
+            over the rounds, each compared with itself. None where there is nothing to compare with.
         against: The backend of that unpruned model.
-        oracle_ratio: The oracle's median over this one's, of the same backend too; 1 is the limit.
+        oracle_ratio: How near the oracle's speed in the same backend, likewise; 1 is the limit.
         peak_mib: Memory that a pass needs beside weights and images, or None where it cannot be measured.
-        difference: From the eager model's output, the largest, as a share of the output's root mean square.
+        difference: From the eager model's output: the root mean square of it, as a share of the output's own.
         variable: Whether the number of tokens differs from image to image: then the time depends on the images,
             `mac_ratio` is the least it can be, and the oracle cuts off fewer tokens than the method may.
+        rounds_ms: Of every pass, round by round.
     """
 
     method: str
@@ -54,6 +56,7 @@ class Row:
     peak_mib: float | None = None
     difference: float = 0.0
     variable: bool = False
+    rounds_ms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,15 @@ def speedup(row: Row, base: Row) -> float:
                 f"a speed-up between {name} {getattr(base, name)} and {getattr(row, name)} would not be the "
                 f"pruning's; expected an unpruned model with {name} {getattr(row, name)}"
             )
-    return base.median_ms / row.median_ms
+    return paired(base, row)
+
+
+def paired(other: Row, row: Row) -> float:
+    """How many times as long the other one took, in the median round.
+
+    What slows the machine down for a while slows both down, so that this scatters less than a ratio of two medians.
+    """
+    return median(theirs / ours for theirs, ours in zip(other.rounds_ms, row.rounds_ms, strict=True))
 
 
 def with_speedups(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:

@@ -26,7 +26,7 @@ from tntprune.bench.backends import (
 from tntprune.bench.candidates import Candidate, candidates
 from tntprune.bench.clock import Watch, busy_line, in_turns, peak_memory
 from tntprune.bench.names import Backend, DType
-from tntprune.bench.rows import Failure, Row, table, with_speedups
+from tntprune.bench.rows import Failure, Row, paired, table, with_speedups
 from tntprune.config import Config
 from tntprune.environment import stamp
 from tntprune.errors import UserError
@@ -164,7 +164,7 @@ def _checked(
                     found = difference(logits_of(first_run(run, images, backend)), expected)
                     if not found <= TOLERANCE[dtype]:
                         raise UserError(
-                            f"gives something else than the eager model: {found:.2g} of its output's root mean square, "
+                            f"gives something else than the eager model: {found:.2g} of its output's size, "
                             f"expected at most {TOLERANCE[dtype]:g}"
                         )
                 except UserError as error:
@@ -183,14 +183,14 @@ def _row(setting: _Setting, times: Any, device: torch.device) -> Row:
         candidate.method, candidate.options, candidate.keep, setting.batch, setting.dtype, setting.backend, str(device),
         *(times.median, times.p10, times.p90), 1000 * setting.batch / times.median, candidate.mac_ratio,
         peak_mib=None if setting.peak is None else setting.peak / 2**20,
-        difference=setting.difference, variable=candidate.variable,
+        difference=setting.difference, variable=candidate.variable, rounds_ms=times.all,
     )  # fmt: skip
 
 
 def _with_oracles(rows: list[Row], settings: list[_Setting]) -> list[Row]:
-    times = {(one.number, one.backend): row.median_ms for one, row in zip(settings, rows, strict=True)}
+    known = {(one.number, one.backend): row for one, row in zip(settings, rows, strict=True)}
     found = []
     for one, row in zip(settings, rows, strict=True):
-        oracle = None if one.candidate.oracle is None else times.get((one.candidate.oracle, one.backend))
-        found.append(row if oracle is None else replace(row, oracle_ratio=oracle / row.median_ms))
+        oracle = None if one.candidate.oracle is None else known.get((one.candidate.oracle, one.backend))
+        found.append(row if oracle is None else replace(row, oracle_ratio=paired(oracle, row)))
     return found

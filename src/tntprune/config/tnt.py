@@ -115,7 +115,7 @@ class TNT(Config):
         return replace(self, **gaps, similar_at=self.similar_when)
 
     @property
-    def similar_when(self) -> str:
+    def similar_when(self) -> Literal["score", "start"]:
         """`similar_at`, decided where it was left open."""
         return self.similar_at or ("score" if len(self.locations) == 1 else "start")
 

@@ -67,6 +67,12 @@ class AdaptiveTokens(Method):
             return None
         return log_size(self.goes_on(state.total).float(), 0, proportional=False)
 
+    def rests(self, plan: Plan, block: int) -> bool:
+        return False  # every block's tokens have a share in what is halted
+
+    def begins(self, plan: Plan) -> int:
+        return 0
+
     def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:
         if self.config.at is None:
             return super().forward(tokens, place, plan, heads)

@@ -100,6 +100,19 @@ class Method(nn.Module):
         acts = Place(block) in plan or Place(block, inside=True) in plan
         return self.looks if acts else ""
 
+    def rests(self, plan: Plan, block: int) -> bool:
+        """Whether this pass does nothing and looks at nothing in a block and after it."""
+        return Place(block) not in plan and Place(block, inside=True) not in plan and not self.sees(block, plan)
+
+    def begins(self, plan: Plan) -> int:
+        """The last block up to which, and in which, this pass does nothing; what is done after it may be something."""
+        busy = [block for block in range(1, self.layout.depth + 1) if not self.rests(plan, block)]
+        if Place(0) in plan or not busy:
+            return 0 if Place(0) in plan else self.layout.depth
+        first = busy[0]
+        after = Place(first, inside=True) not in plan and not self.sees(first, plan)
+        return first if after else first - 1
+
     def bias(self, tokens: Tokens) -> torch.Tensor | None:
         """What is added to the logits of each key in a block's attention, (B, 1, 1, prefix + n), or None."""
         if tokens.size is None or not (self.proportional or self.config.variable):
@@ -133,6 +146,11 @@ class Method(nn.Module):
             teacher: The unpruned model's, where `needs_teacher` or `kl` asks for them.
         """
         return None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it has a `penalty`, which may look at every token."""
+        return type(self).penalty is not Method.penalty
 
     def macs(self, step: Step) -> int:
         """Multiply-accumulates that one step costs for one image."""

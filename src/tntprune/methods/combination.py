@@ -59,6 +59,12 @@ class Combined(Method):
         wanted = [part.sees(block, self.part(number, plan)) for number, part in enumerate(self.parts)]
         return "map" if "map" in wanted else "heads" if "heads" in wanted else ""
 
+    def rests(self, plan: Plan, block: int) -> bool:
+        return all(part.rests(self.part(number, plan), block) for number, part in enumerate(self.parts))
+
+    def begins(self, plan: Plan) -> int:
+        return min(part.begins(self.part(number, plan)) for number, part in enumerate(self.parts))
+
     def bias(self, tokens: Tokens) -> torch.Tensor | None:
         if self.training and self.learner is not None:
             return self.parts[self.learner].bias(tokens)
@@ -72,6 +78,10 @@ class Combined(Method):
         for number, part in enumerate(self.parts):
             tokens = part(tokens, place, self.part(number, plan), heads)
         return tokens
+
+    @property
+    def penalises(self) -> bool:
+        return self.learner is not None and self.parts[self.learner].penalises
 
     def penalty(self, tokens: Tokens, teacher: Tokens | None) -> torch.Tensor | None:
         return None if self.learner is None else self.parts[self.learner].penalty(tokens, teacher)
