@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from conftest import SMALL, make, photos_for
 from tntprune import load_, reduce_, restore_, save
-from tntprune.backbones.base import Reduced
+from tntprune.backbones.reduced import Reduced
 from tntprune.checkpoint import FILE, read
 from tntprune.config import TNT, Random
 from tntprune.errors import UsageError, UserError

@@ -106,7 +106,7 @@ def test_a_compiled_or_wrapped_model_is_refused_with_a_hint():
 
 def test_what_needs_the_whole_grid_is_refused():
     model = reduce_(make("plain"), Random(at=1, keep=0.5))
-    with pytest.raises(UserError, match="before tntprune.reduce_"):
+    with pytest.raises(UserError, match=r"before tntprune\.reduce_"):
         model.prune_intermediate_layers(2)
     with pytest.raises(UserError, match="attn_mask"):
         model(photos_for(model), attn_mask=torch.ones(65, 65))

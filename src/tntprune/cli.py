@@ -13,19 +13,20 @@ from typing import Any
 
 import tyro
 
-from tntprune import __version__, commands, commands_bench, commands_export, commands_push, console
+from tntprune import __version__, console
+from tntprune.commands import bench, demo, evaluate, export, info, macs, push, show, train
 from tntprune.errors import UserError
 
 COMMANDS: dict[str, Callable[..., int]] = {
-    "demo": commands.demo,
-    "info": commands.info,
-    "macs": commands.macs,
-    "train": commands.train,
-    "eval": commands.evaluate,
-    "show": commands.show,
-    "bench": commands_bench.bench,
-    "export": commands_export.export,
-    "push": commands_push.push,
+    "demo": demo.demo,
+    "info": info.info,
+    "macs": macs.macs,
+    "train": train.train,
+    "eval": evaluate.evaluate,
+    "show": show.show,
+    "bench": bench.bench,
+    "export": export.export,
+    "push": push.push,
 }
 ABOUT = """Faster vision transformers: drop the tokens they do not need.
 

@@ -52,6 +52,8 @@ def class_index(names: list[str], model: Any, folder: Path) -> dict[str, int]:
         UserError: some of them are not classes of the model.
     """
     classes = model.num_classes
+    if not classes:
+        raise UserError(f"{type(model).__name__} has no classes to tell apart; expected a model with a classifier")
     subset = infer_imagenet_subset(model)
     known = {name: i for i, name in enumerate(ImageNetInfo(subset).label_names())} if subset else {}
     unknown = [name for name in names if name not in known]

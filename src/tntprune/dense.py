@@ -7,7 +7,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from tntprune.backbones.base import Reduced, find_backbone
+from tntprune.backbones.base import find_backbone
+from tntprune.backbones.reduced import Reduced
 from tntprune.tokens import Tokens, fill
 
 

@@ -10,10 +10,12 @@ from torch import nn
 
 from tntprune.attention import Heads
 from tntprune.backbones.base import tower_of
+from tntprune.config import Random
 from tntprune.methods.base import Method, Plan
+from tntprune.methods.random import RandomDrop
 from tntprune.reduce import reduction_of, twin_of
 from tntprune.schedule import Place, Step
-from tntprune.tokens import Tokens, shuffled, take
+from tntprune.tokens import Tokens
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -52,11 +54,14 @@ class Slicing(Beside):
 
 
 class Scattered(Beside):
-    """Random drop: the places that come first in a seeded order."""
+    """Random drop, as the method of that name does it."""
+
+    def __init__(self, other: Method) -> None:
+        super().__init__(other)
+        self.drop = RandomDrop(Random(), other.layout)
 
     def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
-        key = shuffled(tokens.index, 0)  # (B, n)
-        return take(tokens, key.topk(step.leaving, dim=1, largest=False).indices)
+        return self.drop.reduce(tokens, step, heads)
 
 
 def beside(model: Model, kind: type[Beside]) -> Model:

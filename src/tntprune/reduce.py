@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tntprune.backbones.base import Reduced, find_backbone, tower_of
+from tntprune.backbones.base import find_backbone, tower_of
+from tntprune.backbones.reduced import Reduced
 from tntprune.config import Combination, Config
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.base import Method, implementation

@@ -14,8 +14,9 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 
 from tntprune.attention import Heads
-from tntprune.backbones.base import Halves, Reduced, Visit, tower_of
+from tntprune.backbones.base import tower_of
 from tntprune.backbones.hf_anatomy import Anatomy
+from tntprune.backbones.reduced import Halves, Reduced, Visit
 from tntprune.checkpoint import save
 from tntprune.errors import UserError
 from tntprune.reduce import base_of

@@ -9,7 +9,8 @@ from timm.layers import PatchEmbed
 from torch import nn
 
 from tntprune.attention import log_size
-from tntprune.backbones.base import Answer, Backbone, BlockCost, Costs, Reduced
+from tntprune.backbones.base import Answer, Backbone, BlockCost, Costs
+from tntprune.backbones.reduced import Reduced
 from tntprune.backbones.timm_block import block_cost, linears, norm_cost
 from tntprune.backbones.timm_intermediates import Intermediates
 from tntprune.errors import UserError

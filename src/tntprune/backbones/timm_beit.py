@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from timm.models.beit import Attention, Beit, Block
 
 from tntprune.attention import Heads
-from tntprune.backbones.base import Halves
+from tntprune.backbones.reduced import Halves
 from tntprune.backbones.timm_base import ReducedTimm, Timm
 from tntprune.backbones.timm_block import halves, heads_of
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tntprune.attention import Heads
-from tntprune.backbones.base import BlockCost, Halves
+from tntprune.backbones.base import BlockCost
+from tntprune.backbones.reduced import Halves
 
 Turn = Callable[[torch.Tensor], torch.Tensor]
 

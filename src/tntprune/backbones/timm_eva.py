@@ -15,7 +15,7 @@ from timm.layers import AttentionRope, apply_rot_embed_cat
 from timm.models.eva import Eva, EvaAttention, EvaBlock, EvaBlockPostNorm
 
 from tntprune.attention import Heads
-from tntprune.backbones.base import Halves
+from tntprune.backbones.reduced import Halves
 from tntprune.backbones.timm_base import ReducedTimm, Timm
 from tntprune.backbones.timm_block import halves, heads_of
 

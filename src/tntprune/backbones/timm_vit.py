@@ -15,7 +15,8 @@ from timm.layers import Attention
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, ParallelScalingBlock, ResPostBlock, VisionTransformer
 
-from tntprune.backbones.base import BlockCost, Halves
+from tntprune.backbones.base import BlockCost
+from tntprune.backbones.reduced import Halves
 from tntprune.backbones.timm_base import ReducedTimm, Timm
 from tntprune.backbones.timm_block import block_cost, halves, heads_of, linears, norm_cost
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from tntprune.backbones.base import find_backbone
 from tntprune.errors import UserError
 from tntprune.exporters.base import KEPT, first_line
 from tntprune.exporters.export import reopen
-from tntprune.exporters.graph import Answering, input_shape
+from tntprune.exporters.graph import Answering
 from tntprune.reduce import device_of
 
 TOLERANCE = 1e-3  # of the logits' spread, in fp32
@@ -85,7 +86,7 @@ def check(model: nn.Module, path: str | Path, images: torch.Tensor | None = None
     run, about = reopen(path)
     photos = images is not None
     if images is None:
-        images = torch.randn(count, *input_shape(model), generator=torch.Generator().manual_seed(0))
+        images = torch.randn(count, *find_backbone(model).input_size(model), generator=torch.Generator().manual_seed(0))
     told = [entry["name"] for entry in about["outputs"]]
     eager = Answering(model, indices=True)
     logits, expected, same, kept = [], [], [], []

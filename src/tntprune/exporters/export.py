@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 import tntprune
-from tntprune.backbones.base import Reduced, tower_of
+from tntprune.backbones.base import find_backbone, tower_of
+from tntprune.backbones.reduced import Reduced
 from tntprune.config import to_dict
 from tntprune.counting import macs
 from tntprune.errors import UsageError, UserError
 from tntprune.exporters.base import INPUT, LOGITS, DType, Format, Job, Runner, find_format, first_line
-from tntprune.exporters.graph import capture, exportable, input_shape
+from tntprune.exporters.graph import capture, exportable
 from tntprune.exporters.samples import as_tensor, preprocessing
 from tntprune.storage import make_folder, write
 from tntprune.trainer import check_whole
@@ -149,7 +150,7 @@ def _about(
     model: nn.Module, form: Format, dtype: DType, batch: int | None, program: Any, outputs: tuple[str, ...], used: int
 ) -> dict[str, Any]:
     tower = tower_of(model)
-    shape = ["batch" if batch is None else batch, *input_shape(model)]
+    shape = ["batch" if batch is None else batch, *find_backbone(model).input_size(model)]
     results = next(node for node in program.graph.nodes if node.op == "output").args[0]
     told = []
     for name, node in zip(outputs, results, strict=True):

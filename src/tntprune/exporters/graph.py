@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import nn
 
-from tntprune.backbones.base import Reduced, find_backbone, tower_of
+from tntprune.backbones.base import find_backbone, tower_of
+from tntprune.backbones.reduced import Reduced
 from tntprune.errors import UserError
 from tntprune.exporters.base import INPUT, KEPT, LOGITS, first_line, quiet
 
@@ -37,22 +37,6 @@ class Answering(nn.Module):
     def outputs(self) -> tuple[str, ...]:
         """Their names."""
         return (LOGITS, KEPT) if self.indices else (LOGITS,)
-
-
-def input_shape(model: Any) -> tuple[int, int, int]:
-    """Channels, height and width of the images that a model takes."""
-    tower: Any = tower_of(model)
-    embed = getattr(tower, "patch_embed", None)
-    if embed is not None and getattr(embed, "img_size", None):
-        height, width = embed.img_size
-        return tower.in_chans, height, width
-    config: Any = getattr(model, "config", None)  # Hugging Face
-    config = getattr(config, "vision_config", config)
-    size = getattr(config, "image_size", None)
-    if size is None:
-        raise UserError(f"{type(model).__name__} does not say how large its images are; expected one with a fixed size")
-    height, width = size if isinstance(size, tuple | list) else (size, size)
-    return config.num_channels, height, width
 
 
 def exportable(model: nn.Module) -> None:
@@ -98,7 +82,9 @@ def capture(
     if isinstance(tower, Reduced):
         tower.trace = None  # nobody records what a graph does
     answering = Answering(twin, indices).eval().requires_grad_(False)
-    images = torch.zeros(2 if batch is None else batch, *input_shape(model))  # 1 would be taken for a constant
+    images = torch.zeros(
+        2 if batch is None else batch, *find_backbone(model).input_size(model)
+    )  # 1 would be taken for a constant
     shapes = {INPUT: {0: torch.export.Dim("batch", min=1, max=2**16)}} if batch is None else None
     try:
         with torch.no_grad(), quiet():

@@ -10,15 +10,18 @@ import torch
 from timm.data import infer_imagenet_subset, resolve_model_data_config
 from torch import nn
 
+from tntprune.backbones.base import find_backbone
 from tntprune.batches import LoaderSource
 from tntprune.data import Photo, Photos, all_photos, input_mode, transform_for
 from tntprune.errors import UserError
-from tntprune.exporters.graph import input_shape
 
 
 def preprocessing(model: Any) -> dict[str, Any]:
     """From a photo to the input, as JSON values, and what the outputs are called."""
-    shape = input_shape(model)
+    shape = find_backbone(model).input_size(model)
+    if hasattr(model, "from_pretrained"):  # transformers keeps this elsewhere
+        told = "as the image processor that transformers has for this model"
+        return {"channels": input_mode(model), "input_size": list(shape), "preprocessing": told}
     config = resolve_model_data_config(model, {"input_size": shape})
     subset = infer_imagenet_subset(model)
     classes = f"{subset}, ascending by WordNet id" if subset else "the model's own; photos in class folders: by name"
@@ -79,7 +82,7 @@ def as_tensor(model: nn.Module, given: str | Path | torch.Tensor | Iterable[Any]
         source = LoaderSource(given or [])
         parts = [images for images, _ in source.batches(0, source.per_epoch)]
         images = torch.cat(parts)[:count]
-    shape = input_shape(model)
+    shape = find_backbone(model).input_size(model)
     if images.ndim != 4 or images.shape[1:] != shape:
         raise UserError(
             f"calibration images of shape {tuple(images.shape)}; expected (n, {', '.join(map(str, shape))})"

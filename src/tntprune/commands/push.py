@@ -1,4 +1,4 @@
-"""The command that shares a reduction. Heavy imports happen inside, so that --help is quick."""
+"""`tntprune push`."""
 
 from __future__ import annotations
 

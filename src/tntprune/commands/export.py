@@ -1,4 +1,4 @@
-"""The command that writes a model as a file for another runtime. Heavy imports happen inside."""
+"""`tntprune export`."""
 
 from __future__ import annotations
 

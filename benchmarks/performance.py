@@ -1,0 +1,253 @@
+"""What stands between a reduction and the speed that its tokens allow. Writes docs/performance.md and its picture.
+
+python benchmarks/performance.py --out runs/performance
+
+Each part is kept in the folder as JSON and is not measured again; delete a file to measure that part anew. Part "speed"
+and part "training" want a machine that nobody else uses; part "compiled" takes about half an hour of one processor.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+import tyro
+from timm.models.deit import VisionTransformerDistilled
+from torch import nn
+from tqdm import tqdm
+
+from tntprune import TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, UserError, ZeroTPrune, reduce_
+from tntprune.backbones.base import find_backbone
+from tntprune.bench.backends import difference, first_run, prepared
+from tntprune.bench.curve import Point, latency_curve
+from tntprune.bench.plot import plot
+from tntprune.bench.rows import Row
+from tntprune.bench.run import bench
+from tntprune.config import Config
+from tntprune.environment import stamp
+from tntprune.reduce import base_of, reduction_of
+from tntprune.storage import write
+from tntprune.trainer import Trainer, Training, learning
+
+MODEL = "deit_small_distilled_patch16_224"
+CONFIG = TNT(at=3, keep=0.5, similar=25)
+ORACLE = {1: 0.95, 8: 0.97, 32: 0.97}  # how near the oracle TNT is to be, by batch size
+MACS = 0.95  # how much of the saved work is to be saved time, at batches of 8 and 32
+STEP = 2.0  # times as fast as a plain loop
+RATES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 0.9, 0.95)
+STATIC: dict[str, Config] = {
+    "random": Random(at=2),
+    "tnt": TNT(at=2),
+    "tnt, similar dropped": TNT(at=2, similar=3),
+    "tnt, similar merged": TNT(at=2, similar=3, similar_how="merge"),
+    "topk": TopK(at=2),
+    "evit": EViT(at=2),
+    "dynamicvit": DynamicViT(at=2),
+    "tome": ToMe(at=2, keep=0.5),
+    "zerotprune": ZeroTPrune(at=2, iterations=5),
+    "avit": AViT(at=2),
+    "evovit": EvoViT(at=2),
+}
+
+
+def speed(rounds: int) -> dict[str, Any]:
+    """Every batch size and precision, eager and compiled."""
+    model = timm.create_model(MODEL).eval()
+    rows: list[dict[str, Any]] = []
+    others = 0.0
+    for dtype in ("fp32", "bf16"):
+        for batch in ORACLE:
+            found = bench(
+                model, [CONFIG], batch_sizes=(batch,), dtypes=(dtype,), backends=("eager", "compile"), rounds=rounds
+            )
+            print(found)
+            rows += [asdict(row) for row in found.results]
+            others = max(others, found.others or 0.0)
+    return {"rows": rows, "others": others, "rounds": rounds}
+
+
+def curve(rounds: int) -> dict[str, Any]:
+    """Time against tokens."""
+    model = timm.create_model(MODEL).eval()
+    points = latency_curve(model, batch_sizes=(1, 8), dtypes=("fp32", "bf16"), rounds=rounds)
+    return {"points": [asdict(point) for point in points], "rounds": rounds}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of the library beside a plain loop: seconds, the ratio, and how far the gradients differ."""
+
+    recipe: str
+    amp: str
+    plain: float
+    ours: float
+    ratio: float
+    gradients: float
+
+
+def training(rounds: int, batch: int = 16) -> dict[str, Any]:
+    """Both recipes in both precisions."""
+    return {"steps": [asdict(_step(r, a, rounds, batch)) for r in ("relative", "paper") for a in ("none", "bf16")]}
+
+
+def _step(recipe: str, amp: str, rounds: int, batch: int) -> Step:
+    model = timm.create_model(MODEL).eval()
+    reduce_(model, TNT(at=3, keep=0.5, recipe=recipe))  # type: ignore[arg-type]
+    plain = copy.deepcopy(model).train().requires_grad_(True)
+    images = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(batch)
+    trainer = Trainer(model, Training(epochs=1, batch_size=batch, amp=amp), rounds + 2)  # type: ignore[arg-type]
+    times: list[tuple[float, float]] = []
+    apart = []
+    with learning(model):
+        for number in tqdm(range(rounds + 2), desc=f"{recipe}, {amp}", unit="step"):
+            reduction_of(plain).load_state_dict(reduction_of(model).state_dict())
+            trainer.seed(number)
+            one = _timed(lambda number=number: _plain_step(plain, images, labels, amp, trainer, number))  # type: ignore[misc]
+            other = _timed(lambda number=number: trainer.step(number, images, labels))  # type: ignore[misc]
+            apart.append(_apart(plain, model))
+            times.append((one, other))
+    own, ours = (median(side) for side in zip(*times[2:], strict=True))
+    return Step(recipe, amp, own, ours, median(a / b for a, b in times[2:]), median(apart))
+
+
+def _plain_step(
+    model: nn.Module, images: torch.Tensor, labels: torch.Tensor, amp: str, trainer: Trainer, number: int
+) -> None:
+    """What one would write: the teacher's pass, the whole model in training mode, and autograd through all of it."""
+    trainer.seed(trainer.training.seed * 1_000_003 + number)
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp == "bf16"):
+        if reduction_of(model).kl:
+            with torch.no_grad():
+                target = base_of(model).eval()(images).float().log_softmax(1)
+            model.train()  # eval() above reached the parts that both share
+            answer = find_backbone(model).answer(model, images).logits.float().log_softmax(1)
+            loss = F.kl_div(answer, target, reduction="batchmean", log_target=True)
+        else:
+            loss = F.cross_entropy(find_backbone(model).answer(model, images).ce_logits.float(), labels)
+    loss.backward()
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _apart(plain: nn.Module, model: nn.Module) -> float:
+    """The norm of the difference of the scorers' gradients, as a share of the norm."""
+    pairs = [
+        (a.grad, b.grad)
+        for a, b in zip(reduction_of(plain).parameters(), reduction_of(model).parameters(), strict=True)
+        if b.grad is not None
+    ]
+    flat = [torch.cat([one.flatten() for one in side]) for side in zip(*pairs, strict=True)]
+    return float((flat[0] - flat[1]).norm() / flat[0].norm())
+
+
+def compiled() -> dict[str, Any]:
+    """Every method with fixed counts at fifteen rates through Inductor, on a small model."""
+    torch.manual_seed(0)
+    model = VisionTransformerDistilled(
+        img_size=48, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=7
+    ).eval()
+    images = torch.randn(2, 3, 48, 48)
+    found: dict[str, list[Any]] = {}
+    with torch.inference_mode(), tqdm(total=len(STATIC) * len(RATES), unit="graph") as bar:
+        for name, config in STATIC.items():
+            for rate in RATES:
+                reduce_(model, config.changed(keep=rate))
+                run = prepared(model, "compile")
+                try:
+                    apart = difference(first_run(run, images, "compile"), model(images))
+                    found.setdefault(name, []).append(apart)
+                except UserError as error:
+                    found.setdefault(name, []).append(str(error))
+                bar.update()
+            torch.compiler.reset()
+    return {"methods": found}
+
+
+def main(out: Path = Path("runs/performance"), rounds: int = 30, page: Path = Path("docs/performance.md")) -> None:
+    """Measure what has not been measured yet, and write the page.
+
+    Args:
+        out: Where the parts are kept.
+        rounds: Passes of each setting.
+        page: The page to write; the picture goes beside it.
+    """
+    torch.set_num_threads(2)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "speed": lambda: speed(rounds),
+        "training": lambda: training(max(3, rounds // 3)),
+        "curve": lambda: curve(max(3, rounds // 3)),
+        "compiled": compiled,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    known = {}
+    for name, measured in parts.items():
+        file = out / f"{name}.json"
+        if not file.exists():
+            write(file, json.dumps({"stamp": stamp(), **measured()}).encode())
+        known[name] = json.loads(file.read_text())
+    rows = [Row(**{**row, "rounds_ms": tuple(row["rounds_ms"])}) for row in known["speed"]["rows"]]
+    points = [Point(**point) for point in known["curve"]["points"]]
+    plot(page.parent / "latency.png", rows, points, MODEL, known["speed"]["stamp"])
+    write(page, PAGE.format(**told(known, rows)).encode())
+
+
+def told(known: dict[str, Any], rows: list[Row]) -> dict[str, str]:
+    """What the page says, from the parts."""
+    table = []
+    for row in rows:
+        if row.method == "unpruned":
+            limit = ""
+        elif row.method != "tnt":
+            limit = "the limit" if row.method == "oracle" else ""
+        else:
+            near = (row.oracle_ratio or 0) >= ORACLE[row.batch]
+            fast = row.batch == 1 or row.backend == "eager" or (row.speedup or 0) >= MACS * row.mac_ratio
+            limit = (
+                "yes" if near and fast else "**no**: " + ", ".join(["oracle"] * (not near) + ["MAC ratio"] * (not fast))
+            )
+        oracle = "" if row.oracle_ratio is None else f"{row.oracle_ratio:.3f}"
+        table.append(
+            f"| {row.dtype} | {row.batch} | {row.backend} | {row.method} | {row.median_ms:.1f} | {row.p10_ms:.1f} | "
+            f"{row.p90_ms:.1f} | {row.speedup:.2f} | {oracle} | {limit} |"
+        )
+    steps = [
+        f"| {step['recipe']} | {'bf16 autocast' if step['amp'] == 'bf16' else 'fp32'} | {step['plain']:.2f} | "
+        f"{step['ours']:.2f} | {step['ratio']:.2f} | {'yes' if step['ratio'] >= STEP else '**no**'} | "
+        f"{100 * step['gradients']:.2g} % |"
+        for step in known["training"]["steps"]
+    ]
+    graphs = []
+    for name, results in known["compiled"]["methods"].items():
+        whole = [one for one in results if isinstance(one, float)]
+        failed = sorted({str(one) for one in results if not isinstance(one, float)})
+        apart = f"{max(whole):.1g}" if whole else ""
+        graphs.append(f"| {name} | {len(whole)} of {len(results)} | {apart} | {'; '.join(failed)} |")
+    ratio = next(row.mac_ratio for row in rows if row.method == "tnt")
+    return {
+        "table": "\n".join(table), "steps": "\n".join(steps), "graphs": "\n".join(graphs), "ratio": f"{ratio:.3f}",
+        "wanted": f"{MACS * ratio:.2f}", "rounds": str(known["speed"]["rounds"]), "model": MODEL,
+        "stamp": known["speed"]["stamp"], "others": f"{known['speed']['others']:.2f}",
+        "training_stamp": known["training"]["stamp"], "compiled_stamp": known["compiled"]["stamp"],
+    }  # fmt: skip
+
+
+PAGE = Path(__file__).with_name("performance.md").read_text()
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,228 @@
+"""The walk of the tokens through a reduced model, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tntprune.attention import Heads
+from tntprune.errors import UserError
+from tntprune.methods.base import Method, Plan
+from tntprune.schedule import Place
+from tntprune.tokens import Tokens, start
+from tntprune.trace import Trace
+
+
+class Halves(NamedTuple):
+    """One block, so that something can be seen and done between its attention and its MLP.
+
+    Args:
+        open: The tokens (B, n, D) and a bias for the logits of each key, or None, to the queries, keys and values.
+        close: The tokens that went in and what the heads give, (B, heads, n, head_dim), to the tokens that leave the
+            attention, with the residual.
+        mlp: The other half of the block, with the residual.
+    """
+
+    open: Callable[[torch.Tensor, torch.Tensor | None], Heads]
+    close: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    mlp: Callable[[torch.Tensor], torch.Tensor]
+
+
+Visit = Callable[[int, Tokens], None]
+
+
+class Reduced:
+    """What the reduced class of every family has besides its family's own class."""
+
+    reduction: Method
+    trace: Trace | None = None  # where `record` wants to know what is kept
+    blocks: nn.Sequential
+    num_prefix_tokens: int
+    grad_checkpointing: bool
+
+    def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
+        """Images to (B, prefix + N, D), and to what every block needs to know of the places: None if nothing."""
+        raise NotImplementedError
+
+    def placed(self, places: Any, index: torch.Tensor) -> Any:
+        """Of what `embed` gave for all places, that for the tokens at `index`, (B, n), NOWHERE among them."""
+        raise NotImplementedError
+
+    def whole(self, number: int, x: torch.Tensor, places: Any) -> torch.Tensor:
+        """One block, (B, n, D) to (B, n, D)."""
+        return self.blocks[number - 1](x)  # type: ignore[no-any-return]
+
+    def halves(self, number: int, places: Any) -> Halves:
+        """One block in two halves."""
+        raise NotImplementedError
+
+    def grid(self: Any, images: torch.Tensor) -> tuple[int, int]:
+        """Rows and columns of patches that such images have. Also asked of a model that is not reduced.
+
+        Raises:
+            UserError: the model takes no images of that size, or does not say.
+        """
+        embed: Any = getattr(self, "patch_embed", None)
+        if not hasattr(embed, "dynamic_feat_size"):
+            raise UserError(f"{type(self).__name__} does not tell its grid; expected a model with timm's patch_embed")
+        given = tuple(images.shape[-2:])
+        if embed.strict_img_size and given != tuple(embed.img_size or given):
+            raise UserError(
+                f"images of {given[0]} x {given[1]}: the model takes {embed.img_size[0]} x {embed.img_size[1]}; "
+                "expected that size, or a model created with img_size= or dynamic_img_size=True"
+            )
+        height, width = embed.patch_size
+        if not embed.dynamic_img_pad and (given[0] % height or given[1] % width) and not embed.strict_img_size:
+            raise UserError(
+                f"images of {given[0]} x {given[1]}: no whole number of patches of {height} x {width}; "
+                "expected multiples of that, or a model created with dynamic_img_pad=True"
+            )
+        rows, columns = embed.dynamic_feat_size(given)
+        return rows, columns
+
+    def final(self: Any, tokens: Tokens) -> Tokens:
+        """The tokens as they leave the model's last norm."""
+        return replace(tokens, x=self.norm(tokens.x))
+
+    def walk(
+        self,
+        images: torch.Tensor,
+        visit: Visit | None = None,
+        made: Visit | None = None,
+        follow: bool = False,
+        last: int | None = None,
+        **options: Any,
+    ) -> Tokens:
+        """From images to the tokens that leave the last block, before the final norm.
+
+        Args:
+            images: (B, C, H, W).
+            visit: Called with the number of each block, 0 for the embedding, and the tokens that leave it, without
+                those that are dropped after it.
+            made: Called likewise, and before `visit`, with the tokens that it computed, before any is dropped after it.
+            follow: Keep `Tokens.source`; done anyway for a visitor or a trace.
+            last: The last block to run; None for all.
+            **options: For `embed`.
+        """
+        if self.trace is not None:
+            self.trace.begin()
+        follow = follow or any(watcher is not None for watcher in (self.trace, visit, made))
+        tokens, everywhere = self.enter(images, follow, **options)
+        tokens = self.onward(tokens, everywhere, self.reduction.plan(tokens.count), 0, last, visit, made)
+        if self.trace is not None:
+            self.trace.count(tokens)
+            self.trace.ended = True
+        return tokens
+
+    def enter(self, images: torch.Tensor, follow: bool = False, **options: Any) -> tuple[Tokens, Any]:
+        """Images to tokens as they leave the embedding, and to what every block needs to know of the places."""
+        x, everywhere = self.embed(images, **options)
+        return start(x, self.num_prefix_tokens, follow), everywhere
+
+    def onward(
+        self,
+        tokens: Tokens,
+        everywhere: Any,
+        plan: Plan | None,
+        first: int = 0,
+        last: int | None = None,
+        visit: Visit | None = None,
+        made: Visit | None = None,
+        narrow: bool = False,
+    ) -> Tokens:
+        """From the tokens that leave one block to those that leave another.
+
+        Args:
+            tokens: That leave block `first`, all of them still there.
+            everywhere: What `enter` gave with them.
+            plan: What the reduction does on the way, beginning after block `first`; None: nothing, and nobody looks.
+            first: 0 is the embedding.
+            last: None is the last one.
+            visit: See `walk`.
+            made: See `walk`.
+            narrow: Let only the prefix tokens leave the last block, where nothing is done there.
+        """
+        last = len(self.blocks) if last is None else last
+        before, places = tokens, everywhere
+        for number in range(first, last + 1):
+            fresh = tokens
+            if number == first:
+                tokens = tokens if plan is None else self.reduction(tokens, Place(first), plan)
+            elif narrow and number == len(self.blocks) and (plan is None or self.reduction.rests(plan, number)):
+                tokens = fresh = self.narrowed(tokens, number, places)
+            elif plan is None:
+                tokens = fresh = replace(tokens, x=self.whole(number, tokens.x, places))
+            elif self.grad_checkpointing and torch.is_grad_enabled() and tokens.x.requires_grad:
+                fresh, tokens = checkpoint(self.run_block, tokens, number, plan, places, use_reentrant=False)
+            else:
+                fresh, tokens = self.run_block(tokens, number, plan, places)
+            if tokens.index is not before.index:
+                if self.trace is not None:
+                    self.trace.add(number, tokens)
+                if everywhere is not None and number < len(self.blocks):
+                    places = self.placed(everywhere, tokens.index)
+            if made is not None:
+                made(number, fresh)
+            if visit is not None:
+                visit(number, tokens)
+            before = tokens
+        return tokens
+
+    def narrowed(self, tokens: Tokens, number: int, places: Any) -> Tokens:
+        """A block for the prefix tokens alone, which see all the others: (B, prefix + n, D) to (B, prefix, D)."""
+        halves, prefix = self.halves(number, places), tokens.prefix
+        heads = halves.open(tokens.x, self.reduction.bias(tokens)).first(prefix)
+        return replace(tokens, x=halves.mlp(halves.close(tokens.x[:, :prefix], heads.output())))
+
+    def twice(self, images: torch.Tensor, whole: bool, narrow: bool) -> tuple[Tokens | None, Tokens]:
+        """The last tokens of the unpruned model, without gradients, and of the reduced one.
+
+        The blocks before the first at which anything is done are run once for both. Gradients reach the reduction and
+        what comes after it, so this is for models that are frozen.
+
+        Args:
+            images: (B, C, H, W).
+            whole: Whether anyone asks for the unpruned model's; else None is given.
+            narrow: Whether prefix tokens are all that anyone asks for.
+        """
+        if self.trace is not None:
+            self.trace.begin()
+        with torch.no_grad():
+            tokens, everywhere = self.enter(images)
+            plan = self.reduction.plan(tokens.count)
+            first = self.reduction.begins(plan)
+            tokens = self.onward(tokens, everywhere, None, 0, first)
+            teacher = self.onward(tokens, everywhere, None, first, narrow=narrow) if whole else None
+        return teacher, self.onward(tokens, everywhere, plan, first, narrow=narrow)
+
+    def run_block(self, tokens: Tokens, number: int, plan: Plan, places: Any) -> tuple[Tokens, Tokens]:
+        """One block and what is done to the tokens in it and after it: whole, unless somebody has to look inside.
+
+        Returns:
+            The tokens that the block computed, and what is left of them after it.
+        """
+        reduction = self.reduction
+        sees, bias = reduction.sees(number, plan), reduction.bias(tokens)
+        if self.trace is not None:
+            self.trace.count(tokens)
+        inside = Place(number, inside=True)
+        if not sees and bias is None and inside not in plan:
+            out = replace(tokens, x=self.whole(number, tokens.x, places))
+            if self.trace is not None:
+                self.trace.count(tokens)
+            return out, reduction(out, Place(number), plan)
+        halves = self.halves(number, places)
+        heads = halves.open(tokens.x, bias)
+        if sees == "map":
+            heads = replace(heads, attention=heads.map())
+        tokens = replace(tokens, x=halves.close(tokens.x, reduction.attend(heads, tokens)))
+        tokens = reduction(tokens, inside, plan, heads)
+        if self.trace is not None:
+            self.trace.count(tokens)
+        tokens = replace(tokens, x=halves.mlp(tokens.x))
+        return tokens, reduction(tokens, Place(number), plan, heads)

@@ -1,0 +1,1 @@
+"""What each command does, one file each. Heavy imports happen inside, so that --help is quick."""

@@ -1,0 +1,74 @@
+"""`tntprune eval`."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from tntprune.console import Device, ImgSize, Json, MethodName, Model, Reducer, Seed, Then, Weights, Workers, load, tell
+from tntprune.options import MethodOptions, apply
+
+
+def evaluate(
+    model: Model,
+    data: Annotated[Path, tyro.conf.arg(metavar="DIR", help="photos in class folders (WordNet ids for ImageNet)")],
+    reducer: Reducer = None,
+    method: MethodName = None,
+    reduction: MethodOptions = MethodOptions(),
+    then: Then = (),
+    weights: Weights = None,
+    img_size: ImgSize = None,
+    device: Device = "cpu",
+    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
+    workers: Workers = None,
+    on_bad_image: Annotated[
+        Literal["error", "skip"], tyro.conf.arg(help="stop at one, or count it and exit with 3")
+    ] = "error",
+    compare: Annotated[
+        bool, tyro.conf.arg(help="also give the unpruned model's figures, batch by batch in turns")
+    ] = False,
+    seed: Seed = 0,
+    json: Json = False,
+) -> int:
+    """Top-1, top-5, agreement with the unpruned model, MACs and images/s."""
+    import torch
+
+    from tntprune.data import default_workers, labelled_photos
+    from tntprune.evaluate import Figures
+    from tntprune.evaluate import evaluate as run
+    from tntprune.reduce import is_reduced
+    from tntprune.trainer import MAX_SEED, check_whole
+
+    workers = default_workers() if workers is None else workers
+    check_whole("batch_size", batch_size, 1)
+    check_whole("workers", workers, 0)
+    check_whole("seed", seed, 0, MAX_SEED)
+    torch.manual_seed(seed)
+    loaded = load(model, weights, device, img_size)
+    before = copy.deepcopy(loaded) if reducer is not None else None  # where the model was trained too, it changes
+    built = apply(loaded, method, reducer, reduction, then)
+    found, bad = run(
+        built, labelled_photos(data, built), batch_size=batch_size, workers=workers, on_bad_image=on_bad_image,
+        compare=compare, base=before,
+    )  # fmt: skip
+    for line in bad:
+        print(f"skipped {line}", file=sys.stderr)
+    rows: list[tuple[str, Figures]] = [("pruned" if is_reduced(built) else "unpruned", found)]
+    if found.base is not None:
+        rows.append(("unpruned", found.base))
+    lines = [
+        f"{found.images} images, {found.skipped} skipped",
+        f"{'':9} {'top-1':>6} {'top-5':>6} {'GMACs':>6} {'images/s':>9}",
+    ]
+    lines += [f"{name:9} {f.top1:6.2f} {f.top5:6.2f} {f.macs / 1e9:6.2f} {f.images_per_s:9.1f}" for name, f in rows]
+    lines.append(f"agrees with the unpruned model on {found.agreement:.2f} %")
+    if found.speedup is not None:
+        lines.append(f"{found.speedup:.2f} times as fast")
+    mean = "" if all(isinstance(n, int) for n in found.tokens) else ", on average"
+    lines.append(f"patch tokens entering each block{mean}: {' '.join(map(str, found.tokens))}")
+    tell(json, found.to_dict(), "\n".join(lines))
+    return 3 if found.skipped else 0

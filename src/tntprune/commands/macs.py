@@ -1,0 +1,30 @@
+"""`tntprune macs`."""
+
+from __future__ import annotations
+
+from tntprune.console import ImgSize, Json, MethodName, Model, Then, tell
+from tntprune.options import MethodOptions
+
+
+def macs(
+    model: Model,
+    method: MethodName = None,
+    reduction: MethodOptions = MethodOptions(),
+    then: Then = (),
+    img_size: ImgSize = None,
+    json: Json = False,
+) -> int:
+    """Multiply-accumulates of a model, block by block, in closed form. Needs no weights and runs nothing."""
+    from dataclasses import asdict
+
+    from tntprune.counting import macs as count
+    from tntprune.models import shape_of
+    from tntprune.options import configs_from
+    from tntprune.reduce import reduce_
+
+    built = shape_of(model, img_size)
+    if configs := configs_from(method, reduction, then):
+        reduce_(built, *configs)
+    found = count(built)
+    tell(json, asdict(found), str(found))
+    return 0

@@ -1,0 +1,63 @@
+"""`tntprune show`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from tntprune.console import Device, ImgSize, Json, MethodName, Model, Reducer, Seed, Then, Weights, load, tell
+from tntprune.errors import UsageError, UserError
+from tntprune.options import MethodOptions, apply
+
+
+def show(
+    model: Model,
+    photos: tyro.conf.Positional[tuple[Path, ...]],
+    out: Annotated[Path, tyro.conf.arg(metavar="PNG", help="the picture to write")],
+    reducer: Reducer = None,
+    method: MethodName = None,
+    reduction: MethodOptions = MethodOptions(),
+    then: Then = (),
+    weights: Weights = None,
+    img_size: ImgSize = None,
+    device: Device = "cpu",
+    each: Annotated[bool, tyro.conf.arg(help="every location on its own, as in the paper's figures")] = False,
+    seed: Seed = 0,
+    json: Json = False,
+) -> int:
+    """A sheet: each photo, and for each pruning block the kept tokens in clear and the dropped ones veiled.
+
+    Tokens that were merged into another one are half veiled. A fused or representative token has no place to show.
+
+    Photos are turned upright as their EXIF orientation says, and cropped as the model sees them.
+
+    Args:
+        photos: One row each.
+    """
+    import torch
+
+    from tntprune.draw import photo_maps, sheet, write_picture
+    from tntprune.reduce import is_reduced
+    from tntprune.trainer import MAX_SEED, check_whole
+
+    check_whole("seed", seed, 0, MAX_SEED)
+    torch.manual_seed(seed)
+    if out.suffix and out.suffix.lower() != ".png":
+        raise UsageError(f"--out {out}: expected a file that ends in .png")
+    if not photos:
+        raise UsageError("no photo given; expected one or more")
+    if reducer is None and method is None:
+        raise UsageError("nothing to show: expected --reducer RUN, or --method random")
+    built = apply(load(model, weights, device, img_size), method, reducer, reduction, then)
+    if not is_reduced(built):
+        raise UserError(f"{model} is not reduced")
+    maps = photo_maps(built, photos, each)
+    write_picture(out, sheet(maps, [path.stem[:24] for path in photos]))
+    tell(
+        json,
+        {"picture": str(out), "photos": len(photos), "columns": list(maps[0])},
+        f"{len(photos)} {'photo' if len(photos) == 1 else 'photos'}: {out}",
+    )
+    return 0
