@@ -330,6 +330,12 @@ def test_the_command_with_a_trained_run(tmp_path, capsys):
     assert "of oracle" in text and "unpruned" in text and "tnt at=2" in text
 
 
+def test_another_image_size(capsys):
+    arguments = ["--img-size", "48", "96", "--batch-sizes", "1", "--rounds", "3", "--latency-curve", "--json"]
+    assert main(["bench", "digits_vit", *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["curve"][-1]["tokens"] == 6 * 12
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

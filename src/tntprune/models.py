@@ -44,15 +44,15 @@ def shape_of(name: str, img_size: ImgSize = None) -> nn.Module:
         return _build(name, img_size)
 
 
-def random_model(name: str, device: str = "cpu") -> nn.Module:
+def random_model(name: str, device: str = "cpu", img_size: ImgSize = None) -> nn.Module:
     """A model with random weights, in eval mode: for timing. `torch.manual_seed` decides which.
 
     Raises:
-        UsageError: no model has that name, or there is no such device.
+        UsageError: no model has that name, it takes no images of that size, or there is no such device.
     """
     check_name(name)
     target = check_device(device)
-    return _build(name).eval().to(target)
+    return _build(name, img_size).eval().to(target)
 
 
 def load_model(name: str, weights: Path | None = None, device: str = "cpu", img_size: ImgSize = None) -> nn.Module:

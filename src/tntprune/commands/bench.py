@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from tntprune.bench.names import Backend, DType
-from tntprune.console import Device, Json, MethodName, Model, Reducer, Seed, Then, tell
+from tntprune.console import Device, ImgSize, Json, MethodName, Model, Reducer, Seed, Then, tell
 from tntprune.options import MethodOptions
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def bench(
             metavar="FILE", help="weights to load; without it random ones, which take as long", help_behavior_hint=""
         ),
     ] = None,
+    img_size: ImgSize = None,
     batch_sizes: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...", help="images at a time")] = (1, 8),
     dtypes: Annotated[tuple[DType, ...], tyro.conf.arg(help="of weights and images")] = ("fp32",),
     backends: Annotated[tuple[Backend, ...], tyro.conf.arg(help="how to run")] = ("eager",),
@@ -100,7 +101,7 @@ def bench(
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
     photos = all_photos(data) if data is not None else []
-    built = _model(model, weights, device)
+    built = _model(model, weights, device, img_size)
     configs = _configs(method, reduction, then, also, rates, default=reducer is None)
     trained = _trained(built, method, reducer, reduction, then, rates)
     progress = sys.stderr.isatty()
@@ -133,10 +134,12 @@ def bench(
     return 3 if found.failed else 0
 
 
-def _model(name: str, weights: Path | None, device: str) -> nn.Module:
+def _model(name: str, weights: Path | None, device: str, img_size: tuple[int, int] | None) -> nn.Module:
     from tntprune.models import load_model, random_model
 
-    return random_model(name, device) if weights is None else load_model(name, weights, device)
+    if weights is None:
+        return random_model(name, device, img_size)
+    return load_model(name, weights, device, img_size)
 
 
 def _unpruned(model: nn.Module) -> str:
