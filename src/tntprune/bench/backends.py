@@ -32,8 +32,13 @@ def check_backends(backends: tuple[Backend, ...], device: torch.device) -> None:
         raise UsageError(f"backend {odd[0]!r}: expected one of {', '.join(get_args(Backend))}")
 
 
-def prepared(model: nn.Module, backend: Backend) -> Run:
+def prepared(model: nn.Module, backend: Backend, compiler: str = "inductor") -> Run:
     """A function from images to the model's output; nothing is compiled before it is called for the first time.
+
+    Args:
+        model: To run.
+        backend: How.
+        compiler: What `torch.compile` hands the graph to.
 
     Every call gives a function with a code object of its own, because Dynamo keeps what it compiled by code object:
     it would give up after eight models of one class, and look through all of them at every call.
@@ -47,7 +52,7 @@ def prepared(model: nn.Module, backend: Backend) -> Run:
     code = run.__code__.replace(co_firstlineno=next(_lines))
     own = types.FunctionType(code, run.__globals__, "run", run.__defaults__, run.__closure__)
     mode = "reduce-overhead" if backend == "cudagraphs" else None
-    return torch.compile(own, fullgraph=True, dynamic=False, mode=mode)
+    return torch.compile(own, backend=compiler, fullgraph=True, dynamic=False, mode=mode)
 
 
 def first_run(run: Run, images: torch.Tensor, backend: Backend) -> Any:
