@@ -34,7 +34,7 @@ class Heads:
 
     def first(self, count: int) -> Heads:
         """The same for the queries of the first tokens alone; the keys are still all there."""
-        bias = self.bias if self.bias is None or self.bias.shape[-2] == 1 else self.bias[:, :, :count]
+        bias = self.bias if self.bias is None or self.bias.shape[-2] == 1 else self.bias[..., :count, :]
         return replace(self, query=self.query[:, :, :count], bias=bias)
 
     def rows(self, first: int) -> torch.Tensor:

@@ -137,7 +137,7 @@ class Trainer:
                 f"{type(model).__name__} tells no classes apart, so there is no cross-entropy to train against; "
                 "expected a classifier, or a method that is trained without labels, such as tnt"
             )
-        layout = self.method.layout
+        layout = self.backbone.layout(model)  # as it is now: the pooling may be another one than when it was reduced
         self.narrow = (  # whether all that matters of the last block are its prefix tokens
             layout.cls and layout.pool == "token" and layout.opens and not self.method.penalises
         )
@@ -181,12 +181,13 @@ class Trainer:
         for parameter in self.learned.values():
             parameter.requires_grad_(thawed or parameter in self.own)
         images = images.to(self.device, non_blocking=True)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16), unfused(self.slow):
-            loss = self.loss(images, labels)
-        if not loss.requires_grad:
-            raise UserError("nothing learns: at these locations every token stays; expected a smaller keep")
-        self.optimizer.zero_grad()
-        loss.backward()
+        with unfused(self.slow):  # the backward pass too, which runs checkpointed blocks again
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                loss = self.loss(images, labels)
+            if not loss.requires_grad:
+                raise UserError("nothing learns: at these locations every token stays; expected a smaller keep")
+            self.optimizer.zero_grad()
+            loss.backward()
         self.optimizer.step()
         return loss.detach()
 

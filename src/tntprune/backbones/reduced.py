@@ -190,8 +190,10 @@ class Reduced:
             whole: Whether anyone asks for the unpruned model's; else None is given.
             narrow: Whether prefix tokens are all that anyone asks for.
         """
-        if self.trace is not None:
-            self.trace.begin()
+        if self.trace is not None:  # somebody wants to see a whole pass
+            with torch.no_grad():
+                teacher = self.onward(*self.enter(images), None, narrow=narrow) if whole else None
+            return teacher, self.walk(images)
         with torch.no_grad():
             tokens, everywhere = self.enter(images)
             plan = self.reduction.plan(tokens.count)
