@@ -40,6 +40,21 @@ def test_a_model_of_timm_is_named_as_timm_names_it():
     assert metadata(model_card(model, "a/b", license="mit"))["license"] == "mit"
 
 
+def test_another_image_size_is_told():
+    model = reduce_(timm.create_model("vit_tiny_patch16_224", img_size=(96, 160)), TNT(at=3))
+    assert f'timm.create_model("{NAME}", pretrained=True, img_size=(96, 160)).eval()' in model_card(model, "a/b")
+
+
+def test_a_folder_is_no_base_model(tmp_path, monkeypatch):
+    hf_models = pytest.importorskip("hf_models")
+    monkeypatch.chdir(tmp_path)
+    model = reduce_(hf_models.make("vit_classifier"), ToMe(at=1, r=2))
+    model.config.name_or_path = "runs/mine"
+    assert metadata(model_card(model, "a/b"))["base_model"] == "runs/mine"
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert "runs/mine" not in model_card(model, "a/b")
+
+
 def test_a_model_of_nobody_has_no_base_and_no_licence():
     card = model_card(reduce_(make("plain"), TNT(at=3)), "a/b")
     assert not {"base_model", "license"} & set(metadata(card)) and "your VisionTransformer" in card

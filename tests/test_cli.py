@@ -586,3 +586,13 @@ def test_an_image_size_that_does_not_fit_is_one_line(call, model, size, message)
     for command in ("info", "macs"):
         code, out, err = call(command, model, "--img-size", *size)
         assert code == 2 and not out and message in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="written for a POSIX shell")
+def test_streams_may_be_closed(tmp_path):
+    out = tmp_path / "m.pt2"
+    command = f"{shlex.quote(sys.executable)} -m tntprune.cli export digits_vit --to pt2 --out {shlex.quote(str(out))}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(f"{command} >&-", shell=True, env=environment, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and out.is_file() and "Traceback" not in done.stderr
+    assert subprocess.run(f"{command}/x.pt2 >&- 2>&-", shell=True, env=environment).returncode == 1

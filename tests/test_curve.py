@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tntprune import ATS, TNT, Random, ToMe, reduce_
+from tntprune import ATS, TNT, AViT, Random, ToMe, reduce_
 from tntprune.curve import KEEPS, measure_curve
 from tntprune.data import labelled_photos
 from tntprune.digits import scans, scatter
@@ -61,8 +61,9 @@ def test_the_own_setting_is_among_them_and_marked(photos, config, settings, own)
     assert [point.setting for point in points if point.own] == [own]
 
 
-def test_a_combination_is_measured_as_it_is(photos):
-    model = reduce_(digits_vit(), Random(at=1, keep=0.5), ToMe(at=3, r=2))
+@pytest.mark.parametrize("configs", [[Random(at=1, keep=0.5), ToMe(at=3, r=2)], [AViT()]])
+def test_what_has_no_rate_is_measured_as_it_is(photos, configs):
+    model = reduce_(digits_vit(), *configs)
     points = measure_curve(model, photos, workers=0, progress=False).points
     assert [(point.setting, point.own) for point in points] == [("as saved", True)]
 

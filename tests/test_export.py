@@ -10,12 +10,14 @@ import torch
 
 import tntprune
 from conftest import make, photos_for
-from tntprune import ATS, TNT, AViT, Random, ToMe, TopK, reduce_
+from tntprune import ATS, TNT, AViT, Random, ToMe, TopK, reduce_, save
 from tntprune.cli import main
+from tntprune.digits_vit import digits_vit
 from tntprune.errors import UsageError, UserError
-from tntprune.exporters.check import check
+from tntprune.exporters.check import _judge, check
 from tntprune.exporters.export import described, export, reopen
 from tntprune.exporters.graph import Answering
+from tntprune.exporters.samples import as_tensor
 
 SUFFIX = {"onnx": "onnx", "openvino": "xml", "pt2": "pt2"}
 
@@ -219,3 +221,41 @@ def test_a_failing_check_is_an_error(tmp_path, capfd, monkeypatch):
     out = tmp_path / "digits.pt2"
     assert main(["export", "digits_vit", "--to", "pt2", "--out", str(out), "--check", "--check-size", "4"]) == 1
     assert "not what the model says: logits differ" in capfd.readouterr().err
+
+
+def test_another_image_size_and_no_path_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(reduce_(digits_vit(), TNT(at=2)), tmp_path / "deep" / "run")
+    reducer = str(tmp_path / "deep" / "run")
+    arguments = [
+        "export",
+        "digits_vit",
+        "--to",
+        "pt2",
+        "--reducer",
+        reducer,
+        "--img-size",
+        "24",
+        "40",
+        "--out",
+        "m.pt2",
+    ]
+    assert main([*arguments, "--check", "--check-size", "4"]) == 0
+    text = (tmp_path / "m.pt2.json").read_text()
+    about = json.loads(text)
+    assert about["inputs"][0]["shape"] == [1, 1, 24, 40] and about["preprocessing"]["input_size"] == [1, 24, 40]
+    assert about["reducer"] == "run" and str(tmp_path) not in text
+
+
+def test_logits_that_are_no_numbers_are_never_right():
+    wrong, right = torch.full((4, 7), torch.nan), torch.randn(4, 7)
+    for dtype in ("fp32", "fp16"):
+        for found, expected in ((wrong, right), (right, wrong), (wrong, wrong)):
+            assert "no numbers" in (_judge(dtype, False, found, expected, [], []).problem or "")
+
+
+def test_what_int8_is_measured_on_is_whole_batches():
+    model, images = make("plain"), photos_for(make("plain"), 7)
+    assert torch.equal(as_tensor(model, images, 128, 3), images[:6])
+    assert torch.equal(as_tensor(model, images.split(2), 5, 2), images[:4])
+    assert torch.equal(as_tensor(model, images, 5, 1), images[:5])

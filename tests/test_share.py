@@ -164,6 +164,16 @@ def test_the_command_writes_a_card_without_pushing(run, capsys):
     assert len(curve["points"]) == 7 and 'load_(model, "me/digits")' in card and "On 20 labelled photos" in card
 
 
+def test_the_command_takes_another_image_size(run, capsys):
+    from tntprune.cli import main
+
+    arguments = ["push", "digits_vit", "--reducer", str(run / "run"), "--card-only", "--data", str(run / "photos")]
+    assert main([*arguments, "--json"]) == 0
+    usual = json.loads(capsys.readouterr().out)["curve"]
+    assert main([*arguments, "--img-size", "32", "40", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["curve"]["base"]["macs"] < 0.8 * usual["base"]["macs"]
+
+
 def test_the_command_pushes_to_where_the_environment_says(run, tmp_path):
     with Hub() as hub:
         environment = {
@@ -204,6 +214,15 @@ def test_what_the_command_refuses(run, hub, monkeypatch, capsys, arguments, word
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert told.startswith("tntprune: ") and words in told
     assert hub.asked == []
+
+
+def test_a_revision_of_what_is_here_is_refused(tmp_path):
+    save(reduced(TNT(at=3)), tmp_path / "run@x")
+    load_(make("plain"), tmp_path / "run@x")
+    for source in (tmp_path / "run@x", tmp_path / "run@x" / FILE, "pretrained"):
+        refused(
+            lambda source=source: load_(make("plain"), source, revision="v1"), "is on this machine", kind=UsageError
+        )
 
 
 def test_a_card_goes_into_a_folder_only(hub, capsys):

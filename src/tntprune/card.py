@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from torch import nn
 
 import tntprune
+from tntprune.backbones.base import find_backbone
 from tntprune.config import to_dict
 from tntprune.curve import Curve, Point
 from tntprune.fingerprint import full_name, identity
@@ -101,18 +102,26 @@ def _metadata(model: nn.Module, method: str, base: str, license: str | None) -> 
 def _transformers_id(model: Any) -> str:
     """The id on the Hub that a model of transformers was loaded from; empty where it was a folder or none."""
     name = getattr(getattr(model, "config", None), "name_or_path", "") or ""
-    return name if name.count("/") == 1 and name[0] not in "/.~" else ""
+    return name if name.count("/") == 1 and name[0] not in "/.~" and not Path(name).exists() else ""
 
 
 def _usage(model: nn.Module, name: str, source: str) -> str:
     if full_name(identity(model)):
-        imports, make = "import timm, tntprune", f'timm.create_model("{name}", pretrained=True).eval()'
+        options = f"pretrained=True{_size(model)}"
+        imports, make = "import timm, tntprune", f'timm.create_model("{name}", {options}).eval()'
     elif base := _transformers_id(model):
         kind = next((k.__name__ for k in type(model).__mro__ if k.__module__.startswith("transformers.")), "AutoModel")
         imports, make = f"import tntprune\nfrom transformers import {kind}", f'{kind}.from_pretrained("{base}")'
     else:
         imports, make = "import tntprune", f"...  # your {name}, in eval mode"
     return f'```python\n{imports}\nmodel = {make}\ntntprune.load_(model, "{source}")\n```'
+
+
+def _size(model: Any) -> str:
+    """The option of timm for images of another size than those that its weights come with; empty for those."""
+    size = find_backbone(model).input_size(model)
+    usual = model.pretrained_cfg.get("input_size")
+    return f", img_size={size[1:]}" if usual and tuple(usual)[1:] != size[1:] else ""
 
 
 def _options(config: dict[str, Any]) -> str:

@@ -91,7 +91,7 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
 
     Raises:
         UserError: nothing is there, it is broken, or it was made for a model of another width or depth.
-        UsageError: an option does not exist or is out of range.
+        UsageError: an option does not exist or is out of range, or a revision was given of what is no repository.
     """
     config, tensors, path = read(source, model, revision)
     for name, entry in options(type(config)).items():
@@ -179,9 +179,11 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 
 
 def _locate(source: str | Path, model: nn.Module | None, revision: str | None) -> Path:
+    path = Path(source)
+    if revision is not None and (source == SHIPPED or path.exists()):
+        raise UsageError(f"revision={revision!r}, but {source} is on this machine; expected a Hub id, or no revision")
     if source == SHIPPED and model is not None:
         return find_shipped(model)
-    path = Path(source)
     if path.is_file():
         return path
     if path.is_dir():

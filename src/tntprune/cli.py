@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    console.replace_closed()
     try:
         return _run(given or ["--help"])
     except UserError as error:

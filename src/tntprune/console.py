@@ -79,6 +79,13 @@ def tell(json: bool, data: dict[str, Any], text: str) -> None:
         raise UserError(f"standard output cannot be written ({error.strerror})") from None
 
 
+def replace_closed() -> None:
+    """Let streams that were closed before we began (`>&-`) lead nowhere, for Python has None in their place."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+
+
 def forget_output() -> None:
     """Let standard output lead nowhere, so that what could not be written does not fail once more at the end."""
     with suppress(OSError, ValueError):  # it may be closed, or no file at all

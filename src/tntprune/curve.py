@@ -77,7 +77,8 @@ def measure_curve(
     Args:
         model: Reduced, in eval mode; it stays as it is.
         data: A folder of photos with a subfolder for each class.
-        keeps: Shares of the tokens that stay. A combination of reductions has no such share and is measured as it is.
+        keeps: Shares of the tokens that stay. A combination of reductions, or A-ViT without `at`, has no such share
+            and is measured as it is.
         base: The unpruned model, if it is not the same one without its reduction: before it was fine-tuned.
         batch_size: Images at a time.
         workers: Processes that read.
@@ -122,7 +123,7 @@ def _run(unpruned: Tally, tallies: dict[str, Tally], batches: Iterable[Any], mod
 
 def _settings(config: Config, keeps: Sequence[float]) -> dict[str, tuple[Config, bool]]:
     """What is measured: a config by its name, and whether it is the reduction's own; its own first if it is no rate."""
-    if isinstance(config, Combination):
+    if isinstance(config, Combination) or (config.variable and config.at is None):  # no rate to change
         return {"as saved": (config, True)}
     rates = {f"keep {keep:g}": config.changed(keep=keep) for keep in keeps}
     own = next((name for name, other in rates.items() if _same(config, other)), None)

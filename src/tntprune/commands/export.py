@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tntprune.console import Json, MethodName, Model, Reducer, Then, Weights, load, tell
+from tntprune.console import ImgSize, Json, MethodName, Model, Reducer, Then, Weights, load, tell
 from tntprune.errors import UsageError, UserError
 from tntprune.options import MethodOptions, apply
 
@@ -24,6 +24,7 @@ def export(
     reduction: MethodOptions = MethodOptions(),
     then: Then = (),
     weights: Weights = None,
+    img_size: ImgSize = None,
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16", "int8"],
         tyro.conf.arg(help="what it computes in; int8 is for openvino and needs --data; bf16 is not for onnx"),
@@ -52,7 +53,7 @@ def export(
     check_whole("calibration_size", calibration_size, 1)
     if dtype == "int8" and data is None:
         raise UsageError("--dtype int8 needs photos to measure ranges on; expected --data DIR")
-    built = apply(load(model, weights, "cpu"), method, reducer, reduction, then)
+    built = apply(load(model, weights, "cpu", img_size), method, reducer, reduction, then)
     checked: list[Photo] = []
     used: list[Photo] = []
     short = False
@@ -62,7 +63,7 @@ def export(
     written = write(
         built, out, to, dtype, dynamic_batch=dynamic_batch, indices=indices, batch_size=batch_size,
         calibration=read(built, used) if used else None, calibration_size=calibration_size,
-        note={"model": model, "weights": weights and str(weights), "reducer": reducer},
+        note={"model": model, "weights": weights and weights.name, "reducer": reducer and _named(reducer)},
     )  # fmt: skip
     size = sum(file.stat().st_size for file in written.files)
     told: dict[str, Any] = {"files": [str(file) for file in written.files], "bytes": size, **written.about}
@@ -72,9 +73,14 @@ def export(
         found = compare(built, out, read(built, checked) if checked else None, check_size)
         if found.problem:
             raise UserError(f"{out}: written, but not what the model says: {found.problem}")
-        told["check"] = found.to_dict()
+        told["check"] = found.to_dict() | {"calibrated_on": short and bool(used)}
         text += f"\n{found}"
         if short and used:
             text += f"\n{data} has too few photos: some of those compared have also been measured for int8"
     tell(json, told, text)
     return 0
+
+
+def _named(reducer: str) -> str:
+    """A Hub id as it is, and of a folder its name: the JSON goes where the file goes, the paths of this machine not."""
+    return Path(reducer).resolve().name if Path(reducer).exists() else reducer

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from tntprune.console import Device, Json, Model, Weights, load, tell
+from tntprune.console import Device, ImgSize, Json, Model, Weights, load, tell
 from tntprune.errors import UsageError
 from tntprune.options import MethodOptions, apply
 
@@ -29,6 +29,7 @@ def push(
     ] = None,
     reduction: MethodOptions = MethodOptions(),
     weights: Weights = None,
+    img_size: ImgSize = None,
     device: Device = "cpu",
     private: Annotated[bool, tyro.conf.arg(help="a new repository is hidden from others")] = False,
     message: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help="of the commit", help_behavior_hint="")] = None,
@@ -55,7 +56,7 @@ def push(
         raise UsageError(f"--card-only writes into RUN, and {reducer} is no folder here; expected one made by train")
     if to is not None:
         split(to)
-    loaded = load(model, weights, device)
+    loaded = load(model, weights, device, img_size)
     before = copy.deepcopy(loaded) if data is not None else None  # where the model was trained too, it changes
     built = apply(loaded, None, reducer, reduction)
     note, tuned = history(built, reducer)

@@ -116,8 +116,8 @@ def _judge(
     correlation = torch.cosine_similarity(found - found.mean(1, keepdim=True), right - right.mean(1, keepdim=True))
     agreement = (found.argmax(1) == right.argmax(1)).float().mean().item()
     problem = None
-    if not bool(found.isfinite().all()):
-        problem = "some logits are no numbers"
+    if not bool((found.isfinite() & right.isfinite()).all()):
+        problem = "some logits, of the file or of the model, are no numbers"
     elif dtype == "fp32":
         allowed = ceil(BORDER * n)
         far, other = int((relative > TOLERANCE).sum()), n - sum(same) if same else 0

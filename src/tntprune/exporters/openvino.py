@@ -79,7 +79,7 @@ def quantised(model: Any, scoring: set[str], images: torch.Tensor, batch: int | 
     import nncf
 
     size = 1 if batch is None else batch
-    samples = [part.numpy() for part in images.split(size) if len(part) == size]
+    samples = [part.numpy() for part in images.split(size)]  # each full, see `as_tensor`
     types = ("MatMul", "Convolution", "Multiply", "Add")
     ignored = [n.get_friendly_name() for n in model.get_ops() if n.get_type_name() in types]
     ignored = [name for name in ignored if name in scoring]

@@ -69,7 +69,7 @@ def read(model: nn.Module, photos: list[Photo]) -> torch.Tensor:
 
 
 def as_tensor(model: nn.Module, given: str | Path | torch.Tensor | Iterable[Any] | None, count: int, least: int) -> Any:
-    """Images (n, C, H, W), at most `count` of them.
+    """Images (n, C, H, W), at most `count` of them, in whole batches of `least`.
 
     Raises:
         UserError: there are fewer than `least`, they cannot be read, or the model does not take them.
@@ -89,4 +89,4 @@ def as_tensor(model: nn.Module, given: str | Path | torch.Tensor | Iterable[Any]
         )
     if len(images) < least:
         raise UserError(f"{len(images)} calibration images; expected at least {least}, one batch")
-    return images.float().cpu()
+    return images[: len(images) // least * least].float().cpu()
