@@ -189,7 +189,60 @@ def test_cuda_graphs_need_a_gpu():
     with pytest.raises(tntprune.UsageError, match="backend cudagraphs: the device is cpu"):
         bench(make("plain"), [TNT(at=2)], backends=("cudagraphs",))
     with pytest.raises(tntprune.UsageError, match="expected one of eager, compile, cudagraphs"):
-        backends.check_backends(("jit",), CPU)
+        bench(make("plain"), [TNT(at=2)], backends=("jit",))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"rounds": 1}, "rounds=1: expected a whole number, 3 or larger"),
+        ({"batch_sizes": (0,)}, "batch_sizes=0: expected a whole number, 1 or larger"),
+        ({"batch_sizes": ()}, "batch_sizes: none given; expected at least one"),
+        ({"dtypes": ()}, "dtypes: none given"),
+        ({"backends": ()}, "backends: none given"),
+        ({"dtypes": ("int8",)}, "dtype 'int8': expected one of fp32, bf16, fp16"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(given, told):
+    for measure in (partial(bench, configs=[TNT(at=2)]), latency_curve):
+        with pytest.raises(tntprune.UsageError, match=told):
+            measure(make("plain"), **given)
+    with pytest.raises(tntprune.UsageError, match="images: none given"):
+        bench(make("plain"), [], images=torch.zeros(0, 3, 32, 32))
+
+
+def test_cuda_graphs_that_inductor_leaves_out_are_noticed(monkeypatch):
+    from torch._dynamo.utils import counters
+
+    def compiled(run, **options):
+        def called(images):
+            counters["stats"]["unique_graphs"] += not calls
+            counters["inductor"]["cudagraph_skips"] += skips and len(calls) == 1  # where the graph would be recorded
+            calls.append(images)
+            return run(images)
+
+        return called
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    images = photos_for(make("plain"))
+    for skips in (False, True):
+        calls = []
+        run = backends.prepared(make("plain"), "cudagraphs")
+        if skips:
+            with pytest.raises(tntprune.UserError, match="compiled without CUDA graphs"):
+                backends.first_run(run, images, "cudagraphs")
+        else:
+            assert torch.is_tensor(backends.first_run(run, images, "cudagraphs"))
+        assert len(calls) == 3  # run, recorded, replayed
+
+
+def test_no_peak_is_told_of_a_cuda_graph(monkeypatch):
+    monkeypatch.setattr("tntprune.bench.run.check_settings", lambda *settings: None)
+    monkeypatch.setattr("tntprune.bench.run.prepared", lambda model, backend: model)
+    monkeypatch.setattr("tntprune.bench.run.first_run", lambda run, images, backend: run(images))
+    options = {"batch_sizes": (1,), "backends": ("eager", "cudagraphs"), "rounds": 3, "progress": False}
+    found = bench(make("plain"), [], **options).results
+    assert [row.peak_mib is None for row in found] == [False, True]
 
 
 @given(st.lists(st.floats(0.1, 1e4), min_size=3, max_size=50))
@@ -227,23 +280,35 @@ def test_peak_memory_counts_what_is_alive_at_a_time(capfd):
 
 def test_a_busy_machine_is_told():
     watch = Watch()
-    if watch.others() is None:
-        pytest.skip("this system does not tell")
+    assert watch.others() is None  # it has not watched
     stop = threading.Event()
     worker = threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(stop.is_set, True)])
     worker.start()
-    time.sleep(0.5)
+    with watch.on():
+        time.sleep(0.5)
     stop.set()
     worker.join()
+    if watch.others() is None:
+        pytest.skip("this system does not tell")
     assert watch.others() < 50  # this process's own work is not others'
     assert busy_line(0.05) is None and busy_line(None) is None
     assert "other programs used 1.5 processors" in busy_line(1.5)
 
 
 def test_others_are_what_is_used_beside_this_process(monkeypatch):
-    marks = iter([(0.0, 10.0, 1.0), (4.0, 17.0, 4.0)])
+    marks = iter([(0.0, 10.0, 1.0), (4.0, 17.0, 4.0), (100.0, 17.0, 5.0), (101.0, 25.0, 7.0)])
     monkeypatch.setattr(clock.Watch, "_now", staticmethod(lambda: next(marks)))
-    assert Watch().others() == pytest.approx(1.0)
+    watch = Watch()
+    with watch.on():
+        pass
+    assert watch.others() == pytest.approx(1.0)
+    with watch.on():  # what was meanwhile, such as compiling, is left out
+        pass
+    assert watch.others() == pytest.approx((4 + 6) / (4 + 1))
+    monkeypatch.setattr(clock.Watch, "_now", staticmethod(lambda: None))
+    with watch.on():
+        pass
+    assert watch.others() is None
 
 
 def test_methods_whose_tokens_differ_are_marked():
@@ -253,7 +318,7 @@ def test_methods_whose_tokens_differ_are_marked():
 
 
 def test_a_latency_curve_goes_up_to_all_tokens():
-    points = latency_curve(make("plain"), counts=(4, 64, 16), batch_sizes=(2,), rounds=3, progress=False)
+    points = latency_curve(make("plain"), counts=(4, 16), batch_sizes=(2,), rounds=3, progress=False)
     assert [point.tokens for point in points] == [4, 16, 64] and points[-1].time_share == 1
     assert points[0].mac_share < points[1].mac_share < points[2].mac_share == 1
     assert len(latency_curve(make("plain"), batch_sizes=(1,), rounds=3, progress=False)) == 16
@@ -283,6 +348,28 @@ def test_loader_and_model_are_measured_apart(tmp_path):
     (tmp_path / "photos" / "bad.png").write_bytes(b"no picture")
     with pytest.raises(tntprune.UserError, match=r"bad\.png"):
         throughput(models, all_photos(tmp_path / "photos"), batch=2, workers=0, batches=2)
+
+
+class Slow(torch.utils.data.Dataset):
+    """Photos of which a process reads twenty in a second."""
+
+    def __init__(self, photos, transform, mode):
+        self.photos = photos
+
+    def __len__(self):
+        return len(self.photos)
+
+    def __getitem__(self, position):
+        time.sleep(0.05)
+        return torch.zeros(3, 32, 32), 0, position
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_what_was_read_ahead_is_not_the_loaders_rate(tmp_path, monkeypatch):
+    monkeypatch.setattr("tntprune.bench.pipeline.Photos", Slow)
+    models = candidates(make("plain"), [])
+    (found,) = throughput(models, photos(tmp_path / "photos"), batch=1, workers=4, batches=4)
+    assert 20 < found.loader_images_per_s < 1.4 * 80 and found.end_to_end_images_per_s < 1.4 * 80
 
 
 def test_a_plot_is_a_picture_and_other_endings_are_refused(tmp_path):

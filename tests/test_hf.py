@@ -386,3 +386,9 @@ def test_an_older_transformers_is_refused_by_number(monkeypatch):
     monkeypatch.setattr("tntprune.backbones.hf_adapter.transformers.__version__", "5.3.0")
     with pytest.raises(tntprune.UserError, match=r"transformers 5\.3\.0 \(expected 5\.24 or newer"):
         reduce_(make("vit"), Random(at=1, keep=0.5))
+
+
+def test_labels_that_are_no_class_are_told():
+    model = reduce_(make("vit_classifier"), DynamicViT(at=2))
+    with pytest.raises(tntprune.UserError, match="labels from 99 to 99; the model has classes 0 to 6"):
+        tntprune.calibrate_(model, photos_for("vit_classifier"), torch.full((3,), 99), progress=False)

@@ -5,7 +5,7 @@ import torch
 
 import tntprune
 from conftest import make, photos_for
-from tntprune import TNT, EViT, EvoViT, ToMe
+from tntprune import TNT, EViT, EvoViT, Random, ToMe
 from tntprune.oracle import Scattered, Slicing, beside
 from tntprune.reduce import base_of, reduce_, reduction_of
 
@@ -42,6 +42,16 @@ def test_the_oracle_keeps_the_first_and_shares_every_weight():
     assert trace.kept[2].tolist() == [list(range(32))] * 3
     own = {id(p) for p in model.parameters()} - {id(p) for p in reduction_of(model).parameters()}
     assert {id(p) for p in twin.parameters()} == own
+
+
+@pytest.mark.parametrize("how", [Slicing, Scattered])
+def test_another_image_size_and_a_shallow_model(how):
+    model = make("dynamic")
+    model.blocks = model.blocks[:2]
+    reduce_(model, Random(at=0, keep=0.5), ToMe(at=2, r=3))
+    twin = beside(model, how)
+    for size in (None, (64, 64)):
+        assert tntprune.macs(twin, size).mlp_tokens == tntprune.macs(model, size).mlp_tokens
 
 
 def test_slicing_is_the_unpruned_model_where_nothing_goes():

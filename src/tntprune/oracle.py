@@ -24,11 +24,8 @@ class Beside(Method):
     """As many tokens at the same places as another method leaves, where its number is the same in every image."""
 
     def __init__(self, other: Method) -> None:
+        self._schedule = other._schedule  # type: ignore[method-assign]  # before it is asked for
         super().__init__(other.config, other.layout)
-        self._steps = other.steps(other.layout.patches)
-
-    def steps(self, patches: int) -> Plan:
-        return self._steps if patches == self.layout.patches else super().steps(patches)
 
     def bias(self, tokens: Tokens) -> torch.Tensor | None:
         return None
@@ -58,7 +55,7 @@ class Scattered(Beside):
 
     def __init__(self, other: Method) -> None:
         super().__init__(other)
-        self.drop = RandomDrop(Random(), other.layout)
+        self.drop = RandomDrop(Random(at=0), other.layout)  # a place that every model has
 
     def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
         return self.drop.reduce(tokens, step, heads)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from tntprune.backbones.base import find_backbone
 from tntprune.batches import LoaderSource, PhotoSource, Source, TensorSource
 from tntprune.data import Photos, all_photos, default_workers, input_mode, labelled_photos, transform_for
 from tntprune.errors import UsageError, UserError
@@ -126,8 +127,8 @@ def calibrate_(
     source: Source
     if labels is not None and not isinstance(data, torch.Tensor):
         raise UsageError("labels go with a tensor of images; a loader gives its own, and a folder's are its subfolders")
-    classes = getattr(model, "num_classes", None)
-    if labels is not None and isinstance(classes, int) and not bool(((labels >= 0) & (labels < classes)).all()):
+    classes = find_backbone(model).classes(model)
+    if labels is not None and classes and not bool(((labels >= 0) & (labels < classes)).all()):
         raise UserError(f"labels from {labels.min()} to {labels.max()}; the model has classes 0 to {classes - 1}")
     if isinstance(data, torch.Tensor):
         source = TensorSource(data, labels, options.batch_size, options.seed)

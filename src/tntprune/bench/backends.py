@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from tntprune.bench.names import Backend
 from tntprune.errors import UsageError, UserError
+from tntprune.trainer import check_whole
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 2e-2}  # what `difference` may be
@@ -20,16 +21,26 @@ Run = Callable[[torch.Tensor], Any]
 _lines = itertools.count(1)
 
 
-def check_backends(backends: tuple[Backend, ...], device: torch.device) -> None:
-    """Refuse what a device does not have.
+def check_settings(
+    batch_sizes: Sequence[int], dtypes: Sequence[str], backends: Sequence[str], rounds: int, device: torch.device
+) -> None:
+    """Refuse what cannot be timed.
 
     Raises:
-        UsageError: CUDA graphs are asked for elsewhere than on a GPU.
+        UsageError: there is nothing to time, a number or a name is none, or CUDA graphs are asked for elsewhere than
+            on a GPU.
     """
+    check_whole("rounds", rounds, 3)
+    for name, given in (("batch_sizes", batch_sizes), ("dtypes", dtypes), ("backends", backends)):
+        if not given:
+            raise UsageError(f"{name}: none given; expected at least one")
+    for size in batch_sizes:
+        check_whole("batch_sizes", size, 1)
+    for name, names, known in (("dtype", dtypes, tuple(DTYPES)), ("backend", backends, get_args(Backend))):
+        if odd := [one for one in names if one not in known]:
+            raise UsageError(f"{name} {odd[0]!r}: expected one of {', '.join(known)}")
     if "cudagraphs" in backends and device.type != "cuda":
         raise UsageError(f"backend cudagraphs: the device is {device}; expected --device cuda, or eager and compile")
-    if odd := [name for name in backends if name not in get_args(Backend)]:
-        raise UsageError(f"backend {odd[0]!r}: expected one of {', '.join(get_args(Backend))}")
 
 
 def prepared(model: nn.Module, backend: Backend, compiler: str = "inductor") -> Run:
@@ -67,16 +78,20 @@ def first_run(run: Run, images: torch.Tensor, backend: Backend) -> Any:
     from torch._inductor import config
 
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns where there is no CUDA
-    before = counters["stats"]["unique_graphs"]
+    before, skipped = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
     try:
         with config.patch(freezing=images.device.type == "cpu"):  # weights are laid out once, as the kernels want them
             out = run(images)
+            for _ in range(2 * (backend == "cudagraphs")):  # the second call records the graph, the third replays it
+                out = run(images).clone()
     except Exception as error:  # Dynamo, Inductor and the C++ compiler have a hundred ways to fail
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(f"does not compile: {reason}") from None
     if counters["stats"]["unique_graphs"] != before + 1:
         graphs = counters["stats"]["unique_graphs"] - before
         raise UserError(f"was not compiled whole: {graphs} graphs instead of 1 (is TORCHDYNAMO_DISABLE set?)")
+    if counters["inductor"]["cudagraph_skips"] != skipped:
+        raise UserError("was compiled without CUDA graphs, which Inductor left out")
     return out
 
 

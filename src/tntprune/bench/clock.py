@@ -110,18 +110,27 @@ def _silence() -> Iterator[None]:
 
 
 class Watch:
-    """How many processors other programs keep busy between its start and `others()`; None where it cannot be told."""
+    """How many processors other programs keep busy while it is on: when times are taken, and not when one compiles."""
 
     def __init__(self) -> None:
-        self.begin = self._now()
+        self.wall = self.used = 0.0
+        self.told = True
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Watch for as long as the context lasts."""
+        begin = self._now()
+        yield
+        end = self._now()
+        if begin is None or end is None:
+            self.told = False
+            return
+        wall, all_, own = (b - a for a, b in zip(begin, end, strict=True))
+        self.wall, self.used = self.wall + wall, self.used + all_ - own
 
     def others(self) -> float | None:
-        """Processors, on average, that somebody else used meanwhile."""
-        now = self._now()
-        if now is None or self.begin is None:
-            return None
-        wall, all_, own = (b - a for a, b in zip(self.begin, now, strict=True))
-        return max(0.0, (all_ - own) / wall) if wall > 0 else 0.0
+        """Processors, on average, that somebody else used meanwhile; None where it cannot be told."""
+        return max(0.0, self.used / self.wall) if self.told and self.wall else None
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tntprune.backbones.base import find_backbone
-from tntprune.bench.backends import DTYPES, check_backends, first_run, prepared
+from tntprune.bench.backends import DTYPES, check_settings, first_run, prepared
 from tntprune.bench.candidates import candidates
 from tntprune.bench.clock import in_turns
 from tntprune.bench.names import Backend, DType
@@ -62,7 +62,7 @@ def latency_curve(
 
     Args:
         model: In eval mode; a reduction that is on it is left out.
-        counts: Patch tokens; by default all of them, and every sixteenth of them less.
+        counts: Patch tokens, to which all of them are added; by default every sixteenth of them less.
         batch_sizes: See `bench`.
         dtypes: See `bench`.
         backends: See `bench`.
@@ -70,17 +70,17 @@ def latency_curve(
         progress: Show bars.
 
     Raises:
-        UsageError: a backend that the device does not have, or more tokens than the model has.
+        UsageError: as `bench`, or more tokens than the model has.
         UserError: the model does not compile.
     """
     device = device_of(model)
-    check_backends(tuple(backends), device)
+    check_settings(batch_sizes, dtypes, backends, rounds, device)
     patches = find_backbone(model).layout(model).patches
-    chosen = sorted(set(counts or [max(1, round(patches * part / 16)) for part in range(1, 17)]))
+    chosen = sorted({*(counts or [max(1, round(patches * part / 16)) for part in range(1, 16)]), patches})
     points: list[Point] = []
     for dtype in dtypes:
         made = candidates(cast(model, dtype), [Random(at=0, tokens=count) for count in chosen if count != patches])
-        sliced = [one for one in made if one.method == "oracle"] + made[:1] * (patches in chosen)
+        sliced = [one for one in made if one.method == "oracle"] + made[:1]
         for batch in batch_sizes:
             images = inputs(model, None, batch).to(device, DTYPES[dtype])
             for backend in backends:

@@ -21,6 +21,8 @@ from tntprune.errors import UserError
 from tntprune.evaluate import wait
 from tntprune.reduce import device_of
 
+PREFETCH = 2  # batches that each process reads ahead; torch's own default
+
 
 @dataclass(frozen=True)
 class Throughput:
@@ -51,21 +53,23 @@ class Throughput:
 def throughput(
     models: Sequence[Candidate], photos: Sequence[Photo], *, batch: int, workers: int, batches: int = 8
 ) -> list[Throughput]:
-    """Measure models, in turns, on photos.
+    """Measure the loader, then each model without and with it.
 
     Args:
         models: In eval mode.
         photos: At least one; they are gone through again until there are enough.
         batch: Images at a time.
         workers: Processes that read photos.
-        batches: Batches that are timed, after one that is not.
+        batches: Batches that are timed, of each process that reads. Before them come those that the processes read
+            ahead, which cost no time once they are there.
 
     Raises:
         UserError: a photo cannot be read.
     """
     model = models[0].model
     device = device_of(model)
-    wanted = batch * (batches + 1)
+    ahead = 1 + PREFETCH * workers
+    wanted = batch * (ahead + batches * max(1, workers))
     dataset = Photos((list(photos) * -(-wanted // len(photos)))[:wanted], transform_for(model), input_mode(model))
 
     def loaded() -> Iterator[torch.Tensor]:
@@ -74,24 +78,25 @@ def throughput(
                 raise UserError(one.bad[0])
             yield one.images
 
-    alone = _rate(loaded(), batch, device, None)
+    alone = _rate(loaded(), ahead, device, None)
     images = next(loaded())
     found = []
     for one in models:
-        in_memory = _rate(iter([images] * (batches + 1)), batch, device, one.model)
-        both = _rate(loaded(), batch, device, one.model)
+        in_memory = _rate(iter([images] * (batches + 1)), 1, device, one.model)
+        both = _rate(loaded(), ahead, device, one.model)
         bound = "loader" if alone < in_memory else "model"
         found.append(Throughput(one.method, one.options, batch, workers, alone, in_memory, both, bound))
     return found
 
 
-def _rate(batches: Iterator[torch.Tensor], batch: int, device: torch.device, model: Any) -> float:
-    """Images a second, after the first batch."""
+def _rate(batches: Iterator[torch.Tensor], first: int, device: torch.device, model: Any) -> float:
+    """Images a second, after the first batches."""
     run: Callable[[torch.Tensor], Any] = model if isinstance(model, nn.Module) else lambda images: images
-    run(next(batches).to(device))
+    for images in islice(batches, first):
+        run(images.to(device))
     wait(device)
     begin, count = time.perf_counter(), 0
-    for images in islice(batches, None):
+    for images in batches:
         run(images.to(device, non_blocking=True))
         count += len(images)
     wait(device)

@@ -17,7 +17,7 @@ from tntprune.backbones.base import find_backbone
 from tntprune.bench.backends import (
     DTYPES,
     TOLERANCE,
-    check_backends,
+    check_settings,
     difference,
     first_run,
     logits_of,
@@ -29,7 +29,7 @@ from tntprune.bench.names import Backend, DType
 from tntprune.bench.rows import Failure, Row, paired, table, with_speedups
 from tntprune.config import Config
 from tntprune.environment import stamp
-from tntprune.errors import UserError
+from tntprune.errors import UsageError, UserError
 from tntprune.reduce import device_of
 
 
@@ -40,7 +40,7 @@ class Benchmark:
     Args:
         stamp: Hardware, versions and date.
         rounds: How often each setting was timed.
-        others: Processors that other programs used meanwhile; None where it cannot be told.
+        others: Processors that other programs used while times were taken; None where it cannot be told.
         results: One row for each setting.
         failed: Settings that were not timed, and why.
         notes: What a reader has to know.
@@ -101,11 +101,13 @@ def bench(
         progress: Show bars.
 
     Raises:
-        UsageError: a backend that the device does not have.
+        UsageError: a setting that there is not, or none, or a backend that the device does not have.
         UserError: a config does not fit, or nothing could be timed.
     """
     device = device_of(model)
-    check_backends(tuple(backends), device)
+    check_settings(batch_sizes, dtypes, backends, rounds, device)
+    if images is not None and not len(images):
+        raise UsageError("images: none given; expected at least one")
     watch = Watch()
     rows: list[Row] = []
     failed: list[Failure] = []
@@ -114,7 +116,7 @@ def bench(
         for batch in batch_sizes:
             given = inputs(model, images, batch).to(device, DTYPES[dtype])
             settings = _checked(made, given, backends, dtype, failed, progress)
-            with torch.inference_mode():
+            with torch.inference_mode(), watch.on():
                 times = in_turns([one.call for one in settings], rounds, device, progress=progress)
             fresh = [_row(one, spent, device) for one, spent in zip(settings, times, strict=True)]
             rows += _with_oracles(fresh, settings)
@@ -171,7 +173,8 @@ def _checked(
                     where = (len(images), dtype, backend, str(device))
                     failed.append(Failure(candidate.method, candidate.options, *where, str(error)))
                 else:
-                    peak = peak_memory(call, device)
+                    # a CUDA graph has its memory before it is called, and would seem to need none
+                    peak = None if backend == "cudagraphs" else peak_memory(call, device)
                     settings.append(_Setting(candidate, number, backend, dtype, len(images), call, found, peak))
                 bar.update()
     return settings

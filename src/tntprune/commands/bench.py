@@ -88,17 +88,11 @@ def bench(
     from tntprune.data import all_photos
     from tntprune.trainer import MAX_SEED, check_whole
 
-    for name, value, least in (
-        ("rounds", rounds, 3),
-        ("workers", workers, 0),
-        ("threads", 1 if threads is None else threads, 1),
-    ):
-        check_whole(name, value, least)
-    for value in batch_sizes:
-        check_whole("batch_sizes", value, 1)
-    check_whole("seed", seed, 0, MAX_SEED)
+    check_whole("workers", workers, 0)
     if threads is not None:
+        check_whole("threads", threads, 1)
         torch.set_num_threads(threads)
+    check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
     photos = all_photos(data) if data is not None else []
     built = _model(model, weights, device, img_size)
