@@ -36,7 +36,7 @@ def written(tmp_path_factory):
         ("onnx", "distilled", [TNT(at=3, keep=0.5, similar=25)], True),
         ("onnx", "registers", [AViT(at=3)], False),
         ("openvino", "plain", [Random(at=3)], True),
-        ("openvino", "no_cls", [], False),
+        ("openvino", "no_cls", [ToMe(at=2, r=4), Random(at=3)], False),
         ("pt2", "layer_scale", [TopK(at=2, keep=0.7), ToMe(at=4, r=5)], True),
     ],
 )

@@ -77,10 +77,13 @@ def take(tokens: Tokens, keep: torch.Tensor) -> Tokens:
         tokens: n patch tokens.
         keep: (B, k), positions among the patch tokens, in the order in which they are to stand.
     """
-    prefix = torch.arange(tokens.prefix, device=keep.device).expand(keep.shape[0], -1)
+    place = keep + tokens.prefix
+    if tokens.prefix:  # OpenVINO ends the process (SIGFPE) where nothing is broadcast
+        prefix = torch.arange(tokens.prefix, device=keep.device).expand(keep.shape[0], -1)
+        place = torch.cat([prefix, place], 1)
     return replace(
         tokens,
-        x=pick(tokens.x, torch.cat([prefix, keep + tokens.prefix], 1)),  # (B, prefix + k, D)
+        x=pick(tokens.x, place),  # (B, prefix + k, D)
         index=tokens.index.gather(1, keep),  # (B, k)
         size=None if tokens.size is None else tokens.size.gather(1, keep),
         source=None if tokens.source is None else _follow(tokens.source, keep, None, tokens.count),
