@@ -10,7 +10,7 @@ from torch import nn
 
 import tntprune
 from conftest import make, photos_for
-from tntprune import TNT, Random, UserError, reduce_, restore_
+from tntprune import TNT, Random, UsageError, UserError, reduce_, restore_
 from tntprune.reduce import base_of, reduction_of
 
 
@@ -168,3 +168,17 @@ def test_the_public_names_are_there_and_nothing_is_hidden_by_a_module():
     assert all(callable(getattr(tntprune, name)) for name in tntprune.__all__)
     with pytest.raises(AttributeError, match="no attribute 'prune'"):
         _ = tntprune.prune
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (Random, "the class Random given; expected a config"),
+        ({"method": "tnt"}, "dict given; expected a config"),
+        (None, "NoneType given"),
+        ("tome", r"'tome': a method's name; expected its config, tntprune\.ToMe\(\)"),
+    ],
+)
+def test_what_is_no_config_is_refused(given, told):
+    with pytest.raises(UsageError, match=told):
+        reduce_(make("plain"), given)

@@ -11,7 +11,7 @@ from torch import nn
 
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.reduced import Reduced
-from tntprune.config import Combination, Config
+from tntprune.config import METHODS, Combination, Config
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.base import Method, implementation
 
@@ -40,7 +40,13 @@ def reduce_(model: Model, config: Config | str | Path, *more: Config, **changes:
     if isinstance(config, str | Path):
         from tntprune.checkpoint import load_
 
+        if config in METHODS and not Path(config).exists():
+            raise UsageError(f"{config!r}: a method's name; expected its config, tntprune.{METHODS[config].__name__}()")
         return load_(model, config, *more, **changes)
+    for one in (config, *more):
+        if not isinstance(one, Config):
+            what = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
+            raise UsageError(f"{what} given; expected a config, such as tntprune.TNT(at=3, keep=0.5)")
     if changes:
         raise UsageError(
             f"{min(changes)}: options go into the config, as in {type(config).__name__}({min(changes)}=...)"

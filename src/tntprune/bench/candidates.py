@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import nn
@@ -42,7 +42,7 @@ class Candidate:
 
 
 def candidates(model: nn.Module, configs: Sequence[Config], reduced: Sequence[nn.Module] = ()) -> list[Candidate]:
-    """The unpruned model, then every reduction; beside each new set of token counts the oracle and random drop.
+    """The unpruned model, then every reduction; after each new set of token counts the oracle and random drop.
 
     Args:
         model: In eval mode; a reduction that is on it is left out.
@@ -56,17 +56,13 @@ def candidates(model: nn.Module, configs: Sequence[Config], reduced: Sequence[nn
         method = reduction_of(one)
         steps = method.steps(method.layout.patches)
         key = tuple((step.place, step.leaving) for step in steps.values())
-        if steps and key not in oracles:
-            for name, kind in (("oracle", Slicing), ("random", Scattered)):
-                found.append(_candidate(name, beside(one, kind)))
-            oracles[key] = len(found) - 2
-            found[-1] = _with_oracle(found[-1], oracles[key])
-        found.append(_with_oracle(_candidate(method.config.method, one), oracles.get(key)))
+        known = key in oracles or not steps
+        oracle = oracles.setdefault(key, len(found) + 1) if steps else None
+        found.append(replace(_candidate(method.config.method, one), oracle=oracle))
+        if not known:
+            found.append(_candidate("oracle", beside(one, Slicing)))
+            found.append(replace(_candidate("random", beside(one, Scattered)), oracle=oracle))
     return found
-
-
-def _with_oracle(candidate: Candidate, number: int | None) -> Candidate:
-    return Candidate(**{**{f.name: getattr(candidate, f.name) for f in fields(candidate)}, "oracle": number})
 
 
 def _candidate(method: str, model: nn.Module) -> Candidate:

@@ -71,15 +71,16 @@ def _speedups(axis: Any, rows: Sequence[Row]) -> None:
         if row.speedup is None:
             continue
         most = max(most, row.speedup, row.mac_ratio)
-        colour = "0.35" if row.method in SHAPES else COLOURS[names.index(row.method) % len(COLOURS)]
         filled = backends.index(row.backend) == 0
+        grey = "0.3" if filled else "0.65"
+        colour = grey if row.method in SHAPES else COLOURS[names.index(row.method) % len(COLOURS)]
         label = f"{row.method}, {row.backend}"
         marker = SHAPES.get(row.method, "o")
         style: dict[str, Any] = {"color": colour} if marker in "x_" or filled else {
             "markerfacecolor": "none", "markeredgecolor": colour}  # fmt: skip
         size = 14 if marker == "_" else 7
         axis.plot(row.mac_ratio, row.speedup, marker, label=label, markersize=size, markeredgewidth=1.5, **style)
-    axis.plot([1, most * 1.04], [1, most * 1.04], color="0.75", zorder=0, linewidth=1)
+    axis.plot([1, most * 1.04], [1, most * 1.04], color="0.75", zorder=0, linewidth=1, label="as much as was saved")
     axis.set_xlabel("fewer multiply-accumulates (times)")
     axis.set_ylabel("faster than the fastest unpruned (times)")
     axis.set_title(f"batch {rows[0].batch}, {rows[0].dtype}, {rows[0].device}", fontsize=10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -126,7 +125,6 @@ def bench(
     rows, notes = with_speedups(rows)
     if (line := busy_line(others)) is not None:
         notes.append(line)
-        print(line, file=sys.stderr)
     if any(row.variable for row in rows):
         notes.append("> the number of tokens differs from image to image, and the time with it")
     if not rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import tyro
 
 from tntprune.bench.names import Backend, DType
 from tntprune.console import Device, ImgSize, Json, MethodName, Model, Reducer, Seed, Then, tell
+from tntprune.errors import UsageError
 from tntprune.options import MethodOptions
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def bench(
         tuple[float, ...],
         tyro.conf.arg(
             metavar="FLOAT...",
-            help="time every method at each of these shares, instead of at its own",
+            help="time what keeps a share at each of these, instead of at its own; not ToMe with its r, for example",
             help_behavior_hint="",
         ),
     ] = (),
@@ -56,7 +56,7 @@ def bench(
         int | None, tyro.conf.arg(metavar="INT", help="that torch uses on the CPU", help_behavior_hint="")
     ] = None,
     rounds: Annotated[int, tyro.conf.arg(metavar="INT", help="how often each setting is timed")] = 20,
-    latency_curve: Annotated[bool, tyro.conf.arg(help="also time the model against its number of tokens")] = False,
+    latency_curve: Annotated[bool, tyro.conf.arg(help="also time the model at sixteen numbers of tokens")] = False,
     data: Annotated[
         Path | None,
         tyro.conf.arg(
@@ -98,17 +98,13 @@ def bench(
     built = _model(model, weights, device, img_size)
     configs = _configs(method, reduction, then, also, rates, default=reducer is None)
     trained = _trained(built, method, reducer, reduction, then, rates)
-    progress = sys.stderr.isatty()
     found = run(
-        built, configs, reduced=trained, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends, rounds=rounds,
-        progress=progress,
-    )  # fmt: skip
+        built, configs, reduced=trained, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends, rounds=rounds
+    )
     text = [f"{model}: {_unpruned(built)}", str(found)]
     points = []
     if latency_curve:
-        points = curve(
-            built, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends, rounds=rounds, progress=progress
-        )
+        points = curve(built, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends, rounds=rounds)
         text += ["", "time against tokens", curve_table(points)]
     flow = []
     if photos:
@@ -157,7 +153,17 @@ def _configs(
     found += map(config_from_text, also)
     if not found and default:
         found.append(TNT())
-    return [one.changed(keep=rate) for one in found for rate in rates] if rates else found
+    for rate in rates:
+        if not 0 < rate <= 1:
+            raise UsageError(f"rates={rate:g}: expected shares above 0 and at most 1")
+    varied = [[one.changed(keep=rate) for rate in rates] if rates and _shares(one) else [one] for one in found]
+    return [config for configs in varied for config in configs]
+
+
+def _shares(config: Config) -> bool:
+    """Whether nothing but a share says how many tokens stay; a combination is taken as it is."""
+    others = [name for name in config.rivals if name != "keep" and getattr(config, name) is not None]
+    return not others and not hasattr(config, "parts")
 
 
 def _trained(
