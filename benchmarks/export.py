@@ -190,6 +190,8 @@ the same tokens have to be kept, in all images but one in fifty (at least one), 
 In fp16, bf16 and int8 the logits have to correlate by 0.99, 0.98 and 0.9, and with `--data` the first guess has to be
 the same on 95, 90 and 75 % of the photos.
 
+OpenVINO's own converter reports to its makers that it was used, unless it is told not to (`opt_in_out --opt_out`).
+
 ## Speed
 
 `{model}` with random weights, {threads} threads, half of the patch tokens kept at block 3 and 25 similar ones dropped;

@@ -21,7 +21,7 @@ from tntprune.bench.curve import curve_table, latency_curve
 from tntprune.bench.pipeline import throughput, throughput_table
 from tntprune.bench.plot import plot
 from tntprune.bench.rows import Row, speedup, table, with_speedups
-from tntprune.bench.run import bench
+from tntprune.bench.run import bench, merged
 from tntprune.cli import main
 from tntprune.config import METHODS, Combination
 from tntprune.data import all_photos
@@ -417,6 +417,16 @@ def test_the_command_with_a_trained_run(tmp_path, capsys):
     assert "of oracle" in text and "unpruned" in text and "tnt at=2" in text
 
 
+def test_several_devices_are_one_benchmark():
+    first = bench(make("plain"), [TNT(at=2)], batch_sizes=(1,), rounds=3, progress=False)
+    second = replace(
+        first, results=[replace(row, device="cuda:0") for row in first.results], others=2.0, stamp="a GPU", notes=["n"]
+    )
+    both = merged([first, second])
+    assert len(both.results) == 8 and both.stamp == f"{first.stamp} | a GPU" and both.others == 2.0
+    assert "batch 1, fp32, cpu" in str(both) and "batch 1, fp32, cuda:0" in str(both)
+
+
 def test_another_image_size(capsys):
     arguments = ["--img-size", "48", "96", "--batch-sizes", "1", "--rounds", "3", "--latency-curve", "--json"]
     assert main(["bench", "digits_vit", *arguments]) == 0
@@ -433,6 +443,7 @@ def test_another_image_size(capsys):
         (["--also", "tomme"], "unknown method 'tomme'"),
         (["--keep", "0.5"], "--keep was given without --method"),
         (["--threads", "0"], "threads"),
+        (["--device", "cpu", "nothing"], "device 'nothing' cannot be used"),
         (["--data", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--dtypes", "int8"], "dtypes"),
     ],

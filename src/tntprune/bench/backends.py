@@ -112,3 +112,18 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     one image's answer a little, and nothing is wrong.
     """
     return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-12))
+
+
+def check_same(output: Any, expected: Any, dtype: str) -> float:
+    """The `difference` of a setting's output from the eager model's.
+
+    Raises:
+        UserError: it is too large to be rounding.
+    """
+    found = difference(logits_of(output), logits_of(expected))
+    if not found <= TOLERANCE[dtype]:
+        raise UserError(
+            f"gives something else than the eager model: {found:.2g} of its output's size, "
+            f"expected at most {TOLERANCE[dtype]:g}"
+        )
+    return found

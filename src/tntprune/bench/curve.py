@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tntprune.backbones.base import find_backbone
-from tntprune.bench.backends import DTYPES, check_settings, first_run, prepared
+from tntprune.bench.backends import DTYPES, check_same, check_settings, first_run, prepared
 from tntprune.bench.candidates import candidates
 from tntprune.bench.clock import in_turns
 from tntprune.bench.names import Backend, DType
@@ -29,6 +29,7 @@ class Point:
         batch: Images at a time.
         dtype: Of weights and images.
         backend: eager, compile or cudagraphs.
+        device: Where.
         median_ms: Of one forward pass.
         p10_ms: One pass in ten is faster.
         p90_ms: One pass in ten is slower.
@@ -40,6 +41,7 @@ class Point:
     batch: int
     dtype: str
     backend: str
+    device: str
     median_ms: float
     p10_ms: float
     p90_ms: float
@@ -71,7 +73,7 @@ def latency_curve(
 
     Raises:
         UsageError: as `bench`, or more tokens than the model has.
-        UserError: the model does not compile.
+        UserError: the model does not compile, or gives something else when it is compiled.
     """
     device = device_of(model)
     check_settings(batch_sizes, dtypes, backends, rounds, device)
@@ -88,13 +90,13 @@ def latency_curve(
                 calls: list[Any] = []
                 for one in sliced:
                     run = prepared(one.model, backend)
-                    first_run(run, images, backend)
+                    check_same(first_run(run, images, backend), one.model(images), dtype)
                     calls.append(partial(run, images))
                 times = in_turns(calls, rounds, device, progress=progress)
                 whole = times[-1].median
                 points += [
                     Point(
-                        one.tokens[0], batch, dtype, backend, *spent[:3], mac_share=1 / one.mac_ratio,
+                        one.tokens[0], batch, dtype, backend, str(device), *spent[:3], mac_share=1 / one.mac_ratio,
                         time_share=spent.median / whole,
                     )
                     for one, spent in zip(sliced, times, strict=True)

@@ -31,6 +31,7 @@ class Throughput:
     Args:
         method: "unpruned" or a method's name.
         options: The method and its options.
+        device: Where the model runs.
         batch: Images at a time.
         workers: Processes that read photos; 0: the model's own process does.
         loader_images_per_s: Reading and preparing photos, with nobody waiting for the model.
@@ -41,6 +42,7 @@ class Throughput:
 
     method: str
     options: str
+    device: str
     batch: int
     workers: int
     loader_images_per_s: float
@@ -85,7 +87,7 @@ def throughput(
         in_memory = _rate(iter([images] * (batches + 1)), 1, device, one.model)
         both = _rate(loaded(), ahead, device, one.model)
         bound = "loader" if alone < in_memory else "model"
-        found.append(Throughput(one.method, one.options, batch, workers, alone, in_memory, both, bound))
+        found.append(Throughput(one.method, one.options, str(device), batch, workers, alone, in_memory, both, bound))
     return found
 
 

@@ -37,7 +37,7 @@ def plot(path: Path, rows: Sequence[Row], points: Sequence[Point], title: str, s
     kind = path.suffix[1:].lower()
     if kind not in ("png", "svg", "pdf"):
         raise UserError(f"{path}: a picture of kind {kind or 'none'}; expected .png, .svg or .pdf")
-    groups = [list(group) for _, group in groupby(rows, key=lambda row: (row.batch, row.dtype))]
+    groups = [list(group) for _, group in groupby(rows, key=lambda row: (row.batch, row.dtype, row.device))]
     panels = len(groups) + bool(points)
     columns = min(3, panels)
     lines = -(-panels // columns)
@@ -89,12 +89,12 @@ def _speedups(axis: Any, rows: Sequence[Row]) -> None:
 
 def _curve(axis: Any, points: Sequence[Point]) -> None:
     """Time against tokens, each series as a share of its own time with all tokens."""
-    series = groupby(points, key=lambda point: (point.batch, point.dtype, point.backend))
-    for number, ((batch, dtype, backend), group) in enumerate(series):
+    series = groupby(points, key=lambda point: (point.batch, point.dtype, point.backend, point.device))
+    for number, ((batch, dtype, backend, device), group) in enumerate(series):
         own = list(group)
         axis.plot(
             [point.tokens for point in own], [point.time_share for point in own], ".-",
-            color=COLOURS[number % len(COLOURS)], label=f"batch {batch}, {dtype}, {backend}",
+            color=COLOURS[number % len(COLOURS)], label=f"batch {batch}, {dtype}, {backend}, {device}",
         )  # fmt: skip
         if number == 0:
             shares = [point.mac_share for point in own]

@@ -15,11 +15,9 @@ from tqdm import tqdm
 from tntprune.backbones.base import find_backbone
 from tntprune.bench.backends import (
     DTYPES,
-    TOLERANCE,
+    check_same,
     check_settings,
-    difference,
     first_run,
-    logits_of,
     prepared,
 )
 from tntprune.bench.candidates import Candidate, candidates
@@ -59,6 +57,19 @@ class Benchmark:
         parts += self.notes
         parts.append(f"{self.rounds} rounds in turns; {self.stamp}")
         return "\n".join(parts).strip("\n")
+
+
+def merged(found: Sequence[Benchmark]) -> Benchmark:
+    """Benchmarks of one model on several devices as one."""
+    others = [one.others for one in found if one.others is not None]
+    return Benchmark(
+        stamp=" | ".join(dict.fromkeys(one.stamp for one in found)),
+        rounds=found[0].rounds,
+        others=max(others, default=None),
+        results=[row for one in found for row in one.results],
+        failed=[failure for one in found for failure in one.failed],
+        notes=list(dict.fromkeys(note for one in found for note in one.notes)),
+    )
 
 
 @dataclass(frozen=True)
@@ -156,20 +167,15 @@ def _checked(
     bar = tqdm(total=len(made) * len(backends), desc=f"checking {dtype}, batch {len(images)}", disable=not progress)
     with bar:
         for number, candidate in enumerate(made):
-            expected = logits_of(candidate.model(images))
+            expected = candidate.model(images)
             for backend in backends:
                 run = prepared(candidate.model, backend)
                 call = partial(run, images)
                 try:
-                    found = difference(logits_of(first_run(run, images, backend)), expected)
-                    if not found <= TOLERANCE[dtype]:
-                        raise UserError(
-                            f"gives something else than the eager model: {found:.2g} of its output's size, "
-                            f"expected at most {TOLERANCE[dtype]:g}"
-                        )
-                except UserError as error:
+                    found = check_same(first_run(run, images, backend), expected, dtype)
+                except (UserError, torch.OutOfMemoryError) as error:
                     where = (len(images), dtype, backend, str(device))
-                    failed.append(Failure(candidate.method, candidate.options, *where, str(error)))
+                    failed.append(Failure(candidate.method, candidate.options, *where, str(error).split("\n")[0]))
                 else:
                     # a CUDA graph has its memory before it is called, and would seem to need none
                     peak = None if backend == "cudagraphs" else peak_memory(call, device)

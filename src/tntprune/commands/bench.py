@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from tntprune.bench.names import Backend, DType
-from tntprune.console import Device, ImgSize, Json, MethodName, Model, Reducer, Seed, Then, tell
+from tntprune.console import ImgSize, Json, MethodName, Model, Reducer, Seed, Then, tell
 from tntprune.errors import UsageError
 from tntprune.options import MethodOptions
 
@@ -51,7 +51,7 @@ def bench(
     batch_sizes: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...", help="images at a time")] = (1, 8),
     dtypes: Annotated[tuple[DType, ...], tyro.conf.arg(help="of weights and images")] = ("fp32",),
     backends: Annotated[tuple[Backend, ...], tyro.conf.arg(help="how to run")] = ("eager",),
-    device: Device = "cpu",
+    device: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DEVICE...", help="cpu, cuda or mps")] = ("cpu",),
     threads: Annotated[
         int | None, tyro.conf.arg(metavar="INT", help="that torch uses on the CPU", help_behavior_hint="")
     ] = None,
@@ -85,7 +85,9 @@ def bench(
     from tntprune.bench.pipeline import throughput, throughput_table
     from tntprune.bench.plot import plot as draw
     from tntprune.bench.run import bench as run
+    from tntprune.bench.run import merged
     from tntprune.data import all_photos
+    from tntprune.models import check_device
     from tntprune.trainer import MAX_SEED, check_whole
 
     check_whole("workers", workers, 0)
@@ -95,22 +97,29 @@ def bench(
     check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
     photos = all_photos(data) if data is not None else []
-    built = _model(model, weights, device, img_size)
-    configs = _configs(method, reduction, then, also, rates, default=reducer is None)
-    trained = _trained(built, method, reducer, reduction, then, rates)
-    found = run(
-        built, configs, reduced=trained, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends, rounds=rounds
-    )
+    check_whole("device", len(device), 1)
+    for where in device:
+        check_device(where)  # all of them before any is measured
+    benchmarks, points, flow = [], [], []
+    for where in device:
+        built = _model(model, weights, where, img_size)
+        configs = _configs(method, reduction, then, also, rates, default=reducer is None)
+        trained = _trained(built, method, reducer, reduction, then, rates)
+        benchmarks.append(
+            run(built, configs, reduced=trained, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends,
+                rounds=rounds)
+        )  # fmt: skip
+        if latency_curve:
+            points += curve(built, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends, rounds=rounds)
+        if photos:
+            models = [one for one in candidates(built, configs, trained) if one.method not in ("oracle", "random")]
+            flow.append(throughput(models, photos, batch=max(batch_sizes), workers=workers))
+    found = merged(benchmarks)
     text = [f"{model}: {_unpruned(built)}", str(found)]
-    points = []
-    if latency_curve:
-        points = curve(built, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends, rounds=rounds)
+    if points:
         text += ["", "time against tokens", curve_table(points)]
-    flow = []
-    if photos:
-        models = [one for one in candidates(built, configs, trained) if one.method not in ("oracle", "random")]
-        flow = throughput(models, photos, batch=max(batch_sizes), workers=workers)
-        text += ["", throughput_table(flow)]
+    for one in flow:
+        text += ["", throughput_table(one)]
     if plot is not None:
         draw(plot, found.results, points, model, found.stamp)
         text += ["", f"drawn to {plot}"]
@@ -118,7 +127,7 @@ def bench(
         "model": model, "stamp": found.stamp, "threads": torch.get_num_threads(), "rounds": rounds,
         "others": found.others, "results": [asdict(row) for row in found.results],
         "failed": [asdict(one) for one in found.failed], "notes": found.notes,
-        "curve": [asdict(point) for point in points], "pipeline": [asdict(one) for one in flow],
+        "curve": [asdict(point) for point in points], "pipeline": [asdict(one) for models in flow for one in models],
     }  # fmt: skip
     tell(json, told, "\n".join(text))
     return 3 if found.failed else 0

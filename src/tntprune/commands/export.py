@@ -69,6 +69,8 @@ def export(
     told: dict[str, Any] = {"files": [str(file) for file in written.files], "bytes": size, **written.about}
     what = f"{written.about['reduction']['method'] if written.about['reduction'] else 'unpruned'}, {to} {dtype}"
     text = f"{model}, {what}, {written.about['macs'] / 1e9:.2f} GMACs: {out} ({size / 1e6:.1f} MB), {written.files[-1]}"
+    for key, value in written.about.get("compile_with", {}).items():
+        text += f'\nload it with {{"{key}": "{value}"}}: without, OpenVINO chooses a precision of its own'
     if check:
         found = compare(built, out, read(built, checked) if checked else None, check_size)
         if found.problem:
