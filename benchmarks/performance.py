@@ -84,6 +84,29 @@ def curve(rounds: int) -> dict[str, Any]:
     return {"points": [asdict(point) for point in points], "rounds": rounds}
 
 
+def kernels(rounds: int = 40) -> dict[str, Any]:
+    """The two kernels that the page speaks of, alone, in milliseconds: the fastest of the rounds."""
+    products = {}
+    weight, bias = torch.randn(384, 1536).bfloat16(), torch.randn(384).bfloat16()
+    with torch.inference_mode():
+        for rows in (800, 1000):
+            x = torch.randn(rows, 1536).bfloat16()
+            products[str(rows)] = 1000 * min(_timed(lambda x=x: F.linear(x, weight, bias)) for _ in range(rounds))  # type: ignore[misc]
+    attention = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, function in (("fused", F.scaled_dot_product_attention), ("plain", _plain_attention)):
+            # 8 images, 6 heads, 198 tokens
+            heads = [torch.randn(8, 6, 198, 64).to(dtype).requires_grad_() for _ in range(3)]
+            spent = [_timed(lambda heads=heads, run=function: run(*heads).sum().backward()) for _ in range(rounds)]  # type: ignore[misc]
+            attention[f"{str(dtype).removeprefix('torch.')} {name}"] = 1000 * min(spent)
+    return {"products": products, "attention": attention}
+
+
+def _plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    attention: torch.Tensor = (query * query.shape[-1] ** -0.5 @ key.transpose(-2, -1)).softmax(-1)  # (B, heads, n, n)
+    return attention @ value
+
+
 @dataclass(frozen=True)
 class Step:
     """A training step of the library beside a plain loop: seconds, the ratio, and how far the gradients differ."""
@@ -196,6 +219,7 @@ def main(out: Path = Path("runs/performance"), rounds: int = 30, page: Path = Pa
         "speed": lambda: speed(rounds),
         "training": lambda: training(max(3, rounds // 3)),
         "curve": lambda: curve(max(3, rounds // 3)),
+        "kernels": kernels,
         "compiled": lambda: compiled(out / "compiled-so-far.json"),
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -242,11 +266,18 @@ def told(known: dict[str, Any], rows: list[Row]) -> dict[str, str]:
         odd = {one if isinstance(one, str) else f"differs by {one:.1g}" for one in results.values() if one not in alike}
         failed = sorted(odd)
         graphs.append(f"| {' | '.join([*cells, '; '.join(failed)])} |")
+    products, attention = known["kernels"]["products"], known["kernels"]["attention"]
+    eight = {
+        row.backend: row.median_ms for row in rows if (row.dtype, row.batch, row.method) == ("bf16", 8, "unpruned")
+    }
     ratio = next(row.mac_ratio for row in rows if row.method == "tnt")
     return {
         "table": "\n".join(table), "steps": "\n".join(steps), "graphs": "\n".join(graphs), "ratio": f"{ratio:.3f}",
         "wanted": f"{MACS * ratio:.2f}", "rounds": str(known["speed"]["rounds"]), "model": MODEL,
         "stamp": known["speed"]["stamp"], "others": f"{known['speed']['others']:.2f}",
+        **{f"rows{rows}": f"{spent:.2f}" for rows, spent in products.items()},
+        **{name.replace(" ", "_"): f"{spent:.0f}" for name, spent in attention.items()},
+        "frozen": f"{eight['compile'] / eight['eager']:.2f}", "kernels_stamp": known["kernels"]["stamp"],
         "training_stamp": known["training"]["stamp"], "compiled_stamp": known["compiled"]["stamp"],
     }  # fmt: skip
 

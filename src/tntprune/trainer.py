@@ -233,7 +233,7 @@ class Trainer:
 
 @contextmanager
 def unfused(modules: list[Any]) -> Iterator[None]:
-    """Attention without the fused kernel, whose backward pass in bfloat16 on a CPU is three times as slow."""
+    """Attention without the fused kernel, whose backward pass in bfloat16 on a CPU is more than twice as slow."""
     for module in modules:
         module.fused_attn = False
     try:
