@@ -8,20 +8,18 @@ ViT-Tiny with its own weights; int8 is calibrated on calibration-1000, imagenet-
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import quantiles
 from tempfile import TemporaryDirectory
 
 import timm
 import torch
 import tyro
 from torch import nn
-from tqdm import tqdm
 
 from tntprune import TNT, load_, macs, reduce_
+from tntprune.bench.clock import in_turns
 from tntprune.data import labelled_photos
 from tntprune.environment import stamp
 from tntprune.exporters.base import Runner, find_format
@@ -41,15 +39,6 @@ SETTINGS = {  # runtime and precision: format, dtype
 WANTED = 5.0  # times as fast as the eager unpruned model, OpenVINO int8 with half of the tokens
 
 
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds a batch."""
-
-    median: float
-    p10: float
-    p90: float
-
-
 def eager(model: nn.Module) -> Runner:
     @torch.inference_mode()
     def run(images: torch.Tensor) -> list[torch.Tensor]:
@@ -65,19 +54,6 @@ def exported(model: nn.Module, folder: Path, name: str, batch: int, calibration:
     return reopen(path, threads)[0]
 
 
-def measure(runners: dict[str, Runner], images: torch.Tensor, rounds: int) -> dict[str, Times]:
-    """All of them in turns; the first two rounds warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in runners}
-    for number in tqdm(range(rounds + 2), desc=f"batch {len(images)}", unit="round"):
-        for name, run in runners.items():
-            begin = time.perf_counter()
-            run(images)
-            if number >= 2:
-                seconds[name].append(1000 * (time.perf_counter() - begin))
-    cuts = {name: quantiles(spent, n=10, method="inclusive") for name, spent in seconds.items()}
-    return {name: Times(cut[4], cut[0], cut[8]) for name, cut in cuts.items()}
-
-
 def speed(batch: int, rounds: int, threads: int) -> list[str]:
     """Rows of the table of times."""
     images = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
@@ -91,7 +67,8 @@ def speed(batch: int, rounds: int, threads: int) -> list[str]:
             for name in SETTINGS:
                 place = Path(folder, str(number))
                 runners[f"{name} | {kind}"] = exported(model, place, name, batch, noise, threads)
-        times = measure(runners, images, rounds)
+        calls = [partial(run, images) for run in runners.values()]
+        times = dict(zip(runners, in_turns(calls, rounds, images.device), strict=True))
     first = times["eager fp32 | unpruned"].median
     whole = macs(models["unpruned"]).macs
     rows = []

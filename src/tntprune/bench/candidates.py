@@ -75,10 +75,7 @@ def _candidate(method: str, model: nn.Module) -> Candidate:
 
 def _keep(config: Config | None) -> Any:
     """The share that stays at each location, if that is what the config says."""
-    if config is None or hasattr(config, "parts"):
-        return None
-    others = [name for name in config.rivals if name != "keep" and getattr(config, name) is not None]
-    if others or (config.at is None and config.keep is None):
+    if config is None or not config.by_share or (config.at is None and config.keep is None):
         return None
     return config.given[0] if len(config.given) == 1 else config.given
 

@@ -165,14 +165,8 @@ def _configs(
     for rate in rates:
         if not 0 < rate <= 1:
             raise UsageError(f"rates={rate:g}: expected shares above 0 and at most 1")
-    varied = [[one.changed(keep=rate) for rate in rates] if rates and _shares(one) else [one] for one in found]
+    varied = [[one.changed(keep=rate) for rate in rates] if rates and one.by_share else [one] for one in found]
     return [config for configs in varied for config in configs]
-
-
-def _shares(config: Config) -> bool:
-    """Whether nothing but a share says how many tokens stay; a combination is taken as it is."""
-    others = [name for name in config.rivals if name != "keep" and getattr(config, name) is not None]
-    return not others and not hasattr(config, "parts")
 
 
 def _trained(

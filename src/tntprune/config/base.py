@@ -125,6 +125,11 @@ class Config:
         return stay
 
     @property
+    def by_share(self) -> bool:
+        """Whether nothing but a share says how many tokens stay."""
+        return all(getattr(self, name) is None for name in self.rivals if name != "keep")
+
+    @property
     def alone(self) -> bool:
         """Whether it cannot be combined with another reduction."""
         return False

@@ -34,6 +34,10 @@ class Combination(Config):
         check(not annealed, "anneal: evit is trained alone and then combined; expected anneal=None here")
 
     @property
+    def by_share(self) -> bool:
+        return False
+
+    @property
     def variable(self) -> bool:
         return any(part.variable for part in self.parts)
 

@@ -82,9 +82,8 @@ def capture(
     if isinstance(tower, Reduced):
         tower.trace = None  # nobody records what a graph does
     answering = Answering(twin, indices).eval().requires_grad_(False)
-    images = torch.zeros(
-        2 if batch is None else batch, *find_backbone(model).input_size(model)
-    )  # 1 would be taken for a constant
+    count = 2 if batch is None else batch  # 1 would be taken for a constant
+    images = torch.zeros(count, *find_backbone(model).input_size(model))
     shapes = {INPUT: {0: torch.export.Dim("batch", min=1, max=2**16)}} if batch is None else None
     try:
         with torch.no_grad(), quiet():
