@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
 from tntprune.data import Photos, collate
-from tntprune.errors import UserError
+from tntprune.errors import UsageError, UserError
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Share(NamedTuple):
+    """What one process works through of each step's batch.
+
+    Args:
+        parts: Equal parts that a batch is cut into. What is in a part, and what is drawn for it, depends on its number
+            alone, and not on the process that works it through.
+        mine: The numbers of this process's.
+    """
+
+    parts: int = 1
+    mine: tuple[int, ...] = (0,)
+
+    def cut(self, items: list[int], part: int) -> list[int]:
+        """A part of a batch; neighbours go to different parts."""
+        return items[part :: self.parts]
+
+
+WHOLE = Share()
 
 
 class Source(Protocol):
@@ -20,8 +40,24 @@ class Source(Protocol):
 
     per_epoch: int
 
-    def batches(self, first: int, last: int) -> Iterator[Pair]:
-        """The images (B, C, H, W) and labels (B,) or None of the steps from `first` up to `last`."""
+    def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
+        """The images (B, C, H, W) and labels (B,) or None of the steps from `first` up to `last`.
+
+        Of each step come the parts `share.mine`, one after another, each as a batch of its own.
+        """
+
+
+def check_share(count: int, batch: int, share: Share) -> None:
+    """Refuse a batch that cannot be cut into equal parts.
+
+    Raises:
+        UserError: there are not enough images for a whole batch.
+        UsageError: the parts would not be equal.
+    """
+    if batch % share.parts:
+        raise UsageError(f"batch_size={batch} in {share.parts} parts; expected a multiple of {share.parts}")
+    if share.parts > 1 and count < batch:
+        raise UserError(f"batch_size={batch} in {share.parts} parts, and only {count} images; expected a smaller batch")
 
 
 def chosen(count: int, batch: int, seed: int, step: int) -> tuple[int, list[int]]:
@@ -55,10 +91,13 @@ class TensorSource:
         self.images, self.labels, self.batch, self.seed = images, labels, batch, seed
         self.per_epoch = max(1, len(images) // batch)
 
-    def batches(self, first: int, last: int) -> Iterator[Pair]:
+    def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
+        check_share(len(self.images), self.batch, share)
         for step in range(first, last):
-            _, index = chosen(len(self.images), self.batch, self.seed, step)
-            yield self.images[index], None if self.labels is None else self.labels[index]
+            _, whole = chosen(len(self.images), self.batch, self.seed, step)
+            for part in share.mine:
+                index = share.cut(whole, part)
+                yield self.images[index], None if self.labels is None else self.labels[index]
 
 
 class PhotoSource:
@@ -76,10 +115,11 @@ class PhotoSource:
         self.photos, self.batch, self.seed, self.workers, self.labelled = photos, batch, seed, workers, labelled
         self.per_epoch = max(1, len(photos) // batch)
 
-    def batches(self, first: int, last: int) -> Iterator[Pair]:
+    def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
+        check_share(len(self.photos), self.batch, share)
         loader = DataLoader(
             self.photos,
-            batch_sampler=_Keys(len(self.photos), self.batch, self.seed, first, last),
+            batch_sampler=_Keys(len(self.photos), self.batch, self.seed, first, last, share),
             num_workers=self.workers,
             collate_fn=collate,
             worker_init_fn=ignore_interrupts,
@@ -96,18 +136,20 @@ def ignore_interrupts(worker: int) -> None:
 
 
 class _Keys:
-    """A batch sampler: (epoch, position) pairs, step by step."""
+    """A batch sampler: (epoch, position) pairs, step by step, and part by part."""
 
-    def __init__(self, count: int, batch: int, seed: int, first: int, last: int) -> None:
+    def __init__(self, count: int, batch: int, seed: int, first: int, last: int, share: Share) -> None:
         self.count, self.batch, self.seed, self.first, self.last = count, batch, seed, first, last
+        self.share = share
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in range(self.first, self.last):
-            epoch, index = chosen(self.count, self.batch, self.seed, step)
-            yield [(epoch, position) for position in index]
+            epoch, whole = chosen(self.count, self.batch, self.seed, step)
+            for part in self.share.mine:
+                yield [(epoch, position) for position in self.share.cut(whole, part)]
 
     def __len__(self) -> int:
-        return self.last - self.first
+        return (self.last - self.first) * len(self.share.mine)
 
 
 class LoaderSource:
@@ -126,7 +168,11 @@ class LoaderSource:
         if self.per_epoch == 0:
             raise UserError("the loader is empty; expected at least one batch")
 
-    def batches(self, first: int, last: int) -> Iterator[Pair]:
+    def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
+        if share.parts > 1:
+            raise UsageError(
+                f"parts={share.parts} of the batches of a loader; expected a folder or a tensor, or smaller batches"
+            )
         step = 0
         while step < last:
             before = step

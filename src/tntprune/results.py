@@ -1,0 +1,120 @@
+"""What was measured of one setting: a row of a results file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that decides what is measured. Two rows of the same setting are the same row.
+
+    Args:
+        model: The name that our commands take.
+        weights: SHA-256 of the file of weights, "hub" for timm's own, or "random".
+        config: `to_dict` of the reduction's config; None for the unpruned model.
+        reducer: SHA-256 of the saved reduction (and of the weights beside it), or None where nothing was learned.
+        data: SHA-256 of the photos' paths below their folder, in order, with their labels.
+        images: How many photos that are.
+        precision: "fp32", "bf16" or "fp16": of the forward pass; the last two under autocast, with the head in fp32.
+        batch_size: Images at a time.
+        img_size: Rows and columns of pixels, None for the model's own.
+    """
+
+    model: str
+    weights: str
+    config: dict[str, Any] | None
+    reducer: str | None
+    data: str
+    images: int
+    precision: str = "fp32"
+    batch_size: int = 32
+    img_size: tuple[int, int] | None = None
+
+    @property
+    def key(self) -> str:
+        """What tells it from all others, in 16 digits."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured setting.
+
+    Args:
+        setting: What was measured.
+        name: Of the line that the row belongs to in tables and figures: "TNT", "EViT, fine-tuned".
+        scheme: "unpruned", "single" (one location) or "multi".
+        images: Images counted; those that could not be read are not among them.
+        skipped: Images that could not be read.
+        right: Images whose label is the first guess.
+        right5: Images whose label is among the first five.
+        agreeing: Images on which the first guess is that of the unpruned model.
+        macs: Multiply-accumulates of one image; the mean over the images where it differs.
+        base_macs: Of the unpruned model.
+        tokens: Patch tokens that enter each block; the mean where it differs.
+        images_per_s: Of the forward pass alone, the median batch; None until speed was measured.
+        speedup: Times as fast as the unpruned model in the same turns, the median over the batches; None likewise.
+        peak_mib: Memory that a pass needs beside weights and images; None likewise, or where it cannot be told.
+        busy: Processors that other programs used meanwhile; None likewise.
+        command: A command that measures the row again.
+        about: hardware, versions, date, seconds, and whatever else is worth knowing.
+    """
+
+    setting: Setting
+    name: str
+    scheme: str
+    images: int
+    skipped: int
+    right: int
+    right5: int
+    agreeing: int
+    macs: int
+    base_macs: int
+    tokens: list[float]
+    images_per_s: float | None = None
+    speedup: float | None = None
+    peak_mib: float | None = None
+    busy: float | None = None
+    command: str = ""
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def top1(self) -> float:
+        """Percent."""
+        return 100 * self.right / self.images
+
+    @property
+    def top5(self) -> float:
+        """Percent."""
+        return 100 * self.right5 / self.images
+
+    @property
+    def agreement(self) -> float:
+        """Percent."""
+        return 100 * self.agreeing / self.images
+
+    def to_json(self) -> str:
+        """One line, with the setting's key first and the percentages for those who read it as it is."""
+        shown = {"top1": round(self.top1, 3), "top5": round(self.top5, 3), "agreement": round(self.agreement, 3)}
+        return json.dumps({"key": self.setting.key, **shown, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, line: str) -> Row:
+        """The row of a line.
+
+        Raises:
+            ValueError: the line is not of a row.
+        """
+        try:
+            data = json.loads(line)
+            known = {name: data[name] for name in cls.__dataclass_fields__}
+            setting = dict(known.pop("setting"))
+            setting["img_size"] = setting["img_size"] and tuple(setting["img_size"])
+            return cls(setting=Setting(**setting), **known)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"not a row of results: {error}") from None

@@ -1,0 +1,103 @@
+"""The processes that work together: one, unless torchrun or accelerate launch started several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from tntprune.errors import UserError
+
+T = TypeVar("T")
+
+
+class World:
+    """One process among those that work together, as accelerate finds them; here alone.
+
+    Args:
+        rank: Its number among all.
+        size: How many there are.
+        local: Its number among those of its machine.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, local: int = 0) -> None:
+        self.rank, self.size, self.local = rank, size, local
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the one that writes files and talks to the user."""
+        return self.rank == 0
+
+    def device(self, asked: str) -> str:
+        """The device of this process, where each of a machine has its own: "cuda" becomes "cuda:0", "cuda:1", ..."""
+        return f"{asked}:{self.local}" if self.size > 1 and asked != "cpu" and ":" not in asked else asked
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        """This process's share of what there is to do: every `size`-th."""
+        return list(items[self.rank :: self.size])
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes, the same in each; exact for whole numbers."""
+        return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """What each process gives, in the order of their numbers; in all of them."""
+        return [value]
+
+    def wait(self) -> None:
+        """Until all are here."""
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The main process goes through first, and then the others."""
+        if not self.main:
+            self.wait()
+        yield
+        if self.main:
+            self.wait()
+
+
+class Several(World):
+    """One process among several."""
+
+    def __init__(self, device: str) -> None:
+        try:
+            from accelerate import PartialState
+        except ImportError:
+            raise UserError(
+                "several processes need accelerate; install it with: pip install 'tntprune[train]'"
+            ) from None
+        state = PartialState(cpu=device == "cpu")  # joins the others, over gloo on CPU and nccl on CUDA
+        super().__init__(state.process_index, state.num_processes, state.local_process_index)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    def gather(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(found, value)
+        return found
+
+    def wait(self) -> None:
+        torch.distributed.barrier()
+
+
+ALONE = World()
+
+
+def join(device: str = "cpu") -> World:
+    """Join the processes that torchrun or accelerate launch started, or be alone.
+
+    Args:
+        device: "cpu", "cuda" or "mps": what the processes work on.
+
+    Raises:
+        UserError: there are several, and accelerate is not installed.
+    """
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return Several(device.split(":")[0]) if several else ALONE
