@@ -9,6 +9,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make
+from tntprune.augment import LIGHT
 from tntprune.batches import LoaderSource, PhotoSource, TensorSource, chosen
 from tntprune.data import Photo, Photos, all_photos, transform_for
 from tntprune.errors import UserError
@@ -33,9 +34,9 @@ def same(found, expected) -> bool:
 def test_an_epoch_goes_through_all_images_once(count, batch, seed, epoch):
     per_epoch = max(1, count // batch)
     steps = [chosen(count, batch, seed, epoch * per_epoch + turn) for turn in range(per_epoch)]
-    assert {number for number, _ in steps} == {epoch}
-    assert {len(index) for _, index in steps} == {min(batch, count)}
-    seen = [position for _, index in steps for position in index]
+    assert {number for number, _, _ in steps} == {epoch}
+    assert {len(index) for _, index, _ in steps} == {min(batch, count)}
+    seen = [position for _, index, _ in steps for position in index]
     assert len(set(seen)) == len(seen) and set(seen) <= set(range(count))
     assert len(seen) == (count - count % batch if count >= batch else count)  # the rest of a batch is left out
 
@@ -89,7 +90,7 @@ def folder(tmp_path):
 
 def photo_source(folder, workers: int, labelled: bool = True, batch: int = 3) -> PhotoSource:
     found = [Photo(photo.path, 10 * i) for i, photo in enumerate(all_photos(folder))]
-    photos = Photos(found, transform_for(make("plain"), augment=True), seed=4)
+    photos = Photos(found, transform_for(make("plain"), LIGHT), seed=4)
     return PhotoSource(photos, batch, 4, workers, labelled)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms.functional import pil_to_tensor
 
 from conftest import SMALL, make
+from tntprune.augment import AUTHORS, LIGHT
 from tntprune.data import (
     Photo,
     Photos,
@@ -175,7 +177,7 @@ def noisy(tmp_path):
 
 
 def test_items_depend_on_seed_epoch_and_position_alone(noisy):
-    augment = transform_for(SEVEN, augment=True)
+    augment = transform_for(SEVEN, LIGHT)
     photos = photos_of(noisy, seed=5, transform=augment)
     torch.manual_seed(1)
     random.seed(1)
@@ -191,7 +193,7 @@ def test_items_depend_on_seed_epoch_and_position_alone(noisy):
 
 
 def test_reading_leaves_the_generators_alone(noisy):
-    photos = photos_of(noisy, transform=transform_for(SEVEN, augment=True))
+    photos = photos_of(noisy, transform=transform_for(SEVEN, LIGHT))
     before = torch.get_rng_state(), random.getstate()
     assert photos[0][0].shape == (3, 32, 32)
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
@@ -257,7 +259,7 @@ def test_fixed_randomness_does_not_seed_the_accelerator(monkeypatch):
     ],
     ids=["small", "non-square", "dynamic", "timm", "timm-96", "vit16"],
 )
-@pytest.mark.parametrize("augment", [False, True])
+@pytest.mark.parametrize("augment", [None, LIGHT, replace(AUTHORS, repeats=1)], ids=["none", "light", "authors"])
 def test_the_transform_makes_images_of_the_model_own_size(model, size, augment):
     image = transform_for(model, augment)(Image.new("RGB", (300, 200), (255, 0, 0)))
     assert image.shape == size and image.dtype == torch.float32 and image.isfinite().all()

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_model_data_config
 from torch import nn
 from torch.utils.data import Dataset
 
-from tntprune.errors import UserError
+from tntprune.augment import Augmentation
+from tntprune.errors import UsageError, UserError
 from tntprune.images import BadImage, find_images, read_image
 
 
@@ -73,15 +75,16 @@ def all_photos(folder: Path) -> list[Photo]:
     return [Photo(path, -1) for path in find_images(folder)]
 
 
-def transform_for(model: Any, augment: bool = False) -> Callable[[Any], torch.Tensor]:
+def transform_for(model: Any, augment: Augmentation | None = None) -> Callable[[Any], torch.Tensor]:
     """timm's transform of the model: its own size, crop, interpolation, mean and deviation.
 
     Args:
         model: With timm's `pretrained_cfg`.
-        augment: Random crops of at least 35 % of the area and mirror images instead of the centre crop.
+        augment: For training: what is done to images one by one, instead of the centre crop.
 
     Raises:
         UserError: the model is one of transformers, which does not carry its transform.
+        UsageError: timm does not know the `auto_augment`.
     """
     if hasattr(model, "from_pretrained"):  # timm would take ImageNet's mean and deviation without a word
         raise UserError(
@@ -90,14 +93,18 @@ def transform_for(model: Any, augment: bool = False) -> Callable[[Any], torch.Te
         )
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)  # timm's default is not always the model's
     config = resolve_model_data_config(model, {"input_size": (model.in_chans, *size)} if size else {})
-    if augment:
-        made = create_transform(
+    if augment is None:
+        return create_transform(**config)  # type: ignore[no-any-return]
+    try:
+        return create_transform(  # type: ignore[no-any-return]
             config["input_size"], is_training=True, interpolation=config["interpolation"], mean=config["mean"],
-            std=config["std"], scale=(0.35, 1.0), color_jitter=None, auto_augment=None,
+            std=config["std"], scale=(augment.crop, 1.0), hflip=augment.hflip, auto_augment=augment.auto_augment,
+            color_jitter=augment.color_jitter or None, re_prob=augment.random_erasing, re_mode="pixel",
         )  # fmt: skip
-    else:
-        made = create_transform(**config)
-    return made  # type: ignore[no-any-return]
+    except (AssertionError, ValueError, KeyError, IndexError):  # what timm's parser of such texts raises
+        raise UsageError(
+            f"auto_augment={augment.auto_augment!r}: unknown to timm; expected text such as 'rand-m9-mstd0.5-inc1'"
+        ) from None
 
 
 class Batch(NamedTuple):
@@ -120,8 +127,8 @@ class Photos(Dataset[Any]):
     """Photos as the model wants them. An image that cannot be read comes back as its `BadImage`, so that the error
     survives the way out of a worker process.
 
-    Items are asked for by position, or by (epoch, position); the transform's random choices follow from the seed and
-    from what was asked for, and not from workers or from where a job was resumed.
+    Items are asked for by position, by (epoch, position) or by (epoch, position, copy); the transform's random choices
+    follow from the seed and from what was asked for, and not from workers or from where a job was resumed.
 
     Args:
         photos: What to read.
@@ -142,14 +149,14 @@ class Photos(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.photos)
 
-    def __getitem__(self, key: int | tuple[int, int]) -> tuple[torch.Tensor, int, int] | BadImage:
-        epoch, position = key if isinstance(key, tuple) else (0, key)
+    def __getitem__(self, key: int | tuple[int, ...]) -> tuple[torch.Tensor, int, int] | BadImage:
+        epoch, position, copy = (*key, 0)[:3] if isinstance(key, tuple) else (0, key, 0)
         photo = self.photos[position]
         try:
             image = read_image(photo.path, self.mode)
         except BadImage as bad:
             return bad
-        with fixed_randomness(self.seed, epoch, position):
+        with fixed_randomness(self.seed, epoch, position, *((copy,) if copy else ())):
             return self.transform(image), photo.label, position
 
 
@@ -163,16 +170,18 @@ def collate(items: list[tuple[torch.Tensor, int, int] | BadImage]) -> Batch:
 
 @contextmanager
 def fixed_randomness(*key: int) -> Iterator[None]:
-    """Python's and torch's random choices follow from the key alone inside, and go on as before outside."""
-    state = random.getstate()
+    """Python's, numpy's and torch's random choices follow from the key alone inside, and go on as before outside."""
+    state, numbers = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         seed = random.Random(repr(key)).getrandbits(63)
         random.seed(seed)
+        np.random.seed(seed % 2**32)  # timm's RandAugment and Mixup draw from it
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPU's, for good
         try:
             yield
         finally:
             random.setstate(state)
+            np.random.set_state(numbers)
 
 
 def default_workers() -> int:
