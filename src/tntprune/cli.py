@@ -14,7 +14,7 @@ from typing import Any
 import tyro
 
 from tntprune import __version__, console
-from tntprune.commands import bench, demo, evaluate, export, info, macs, push, show, train
+from tntprune.commands import bench, demo, evaluate, export, info, macs, paper, push, show, train
 from tntprune.errors import UserError
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -25,6 +25,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "eval": evaluate.evaluate,
     "show": show.show,
     "bench": bench.bench,
+    "paper": paper.paper,
     "export": export.export,
     "push": push.push,
 }

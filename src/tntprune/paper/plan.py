@@ -1,0 +1,253 @@
+"""Every table and figure of the paper as settings to be run, each beside what its authors reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tntprune.config import TNT, Config, to_dict
+from tntprune.errors import UsageError
+from tntprune.paper.names import BACKBONES, LEARNERS, METHODS, Table, check_only
+from tntprune.paper.settings import MODELS, PARAMETERS, Published, Row, published
+
+COLUMNS = ("backbone", "scheme", "regime", "method", "keep", "tokens", "gflops_bucket", "rates", "rho", "r")
+MAPS = TNT(at=(1, 2, 3, 4, 5), keep=0.5, similar=25, recipe="paper")  # each block on its own
+MAPPED = ("deit_base_distilled_patch16_224", "deit_small_distilled_patch16_224")  # of the paper's two figures
+
+
+@dataclass(frozen=True)
+class Authors:
+    """What the paper reports of a setting, and of the unpruned model in the same table.
+
+    Args:
+        source: Which row of the paper that is.
+        backbone: As published.csv names it.
+        top1: Percent.
+        gmacs: Billions of multiply-accumulates, which the paper calls GFLOPs.
+        images_per_s: On one A40; None where none is printed.
+        base: The same three figures of the unpruned model.
+        note: What is odd about the row; "" if nothing.
+        not_met: Why the printed GFLOPs are not those of the setting; "" where they are.
+    """
+
+    source: str
+    backbone: str
+    top1: float
+    gmacs: float
+    images_per_s: int | None
+    base: tuple[float, float, int]
+    note: str = ""
+    not_met: str = ""
+
+    @property
+    def drop(self) -> float:
+        """Points of accuracy below the unpruned model."""
+        return self.base[0] - self.top1
+
+    @property
+    def share(self) -> float:
+        """Of the unpruned model's multiply-accumulates."""
+        return self.gmacs / self.base[1]
+
+    @property
+    def speedup(self) -> float | None:
+        """Times as many images/s as the unpruned model."""
+        return None if self.images_per_s is None else self.images_per_s / self.base[2]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One setting.
+
+    Args:
+        table: Where it belongs.
+        backbone: What it is listed under: a name that `--backbones` takes.
+        model: What is run: EViT and DynamicViT ran on plain DeiT, although they are listed under the distilled one.
+        name: Of the line it belongs to in tables and figures.
+        row: Its columns, with the names and values of published.csv.
+        config: None for an unpruned model.
+        rank: Its place among the rates of its table, from 1, which keeps most tokens; 0 where there are none.
+        authors: What the paper reports beside it, None where it reports nothing.
+        own: Whether that is of this very backbone, or of the nearest one that the paper has.
+        note: What is odd about it; "" if nothing.
+    """
+
+    table: Table
+    backbone: str
+    model: str
+    name: str
+    row: Row
+    config: Config | None
+    rank: int = 0
+    authors: Authors | None = None
+    own: bool = True
+    note: str = ""
+
+    @property
+    def method(self) -> str:
+        """As published.csv has it."""
+        return self.row["method"]
+
+    @property
+    def scheme(self) -> str:
+        """ "unpruned", "single" or "multi"."""
+        return self.row["scheme"] or "unpruned"
+
+    @property
+    def parameter(self) -> str:
+        """The rate, count or number that tells it from the others of its method."""
+        return next((self.row[name] for name in PARAMETERS if self.row.get(name)), "")
+
+    @property
+    def training(self) -> str | None:
+        """What has to be trained for it; None where nothing has."""
+        return self.method if self.method in LEARNERS else None
+
+    @property
+    def run(self) -> str:
+        """What is run, as one text: two entries of the same run are measured once."""
+        return f"{self.model} {None if self.config is None else to_dict(self.config)}"
+
+
+@dataclass(frozen=True)
+class TokenMap:
+    """A figure of token maps: `config` at each of its blocks on its own."""
+
+    backbone: str
+    name: str
+    config: Config
+    training: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run.
+
+    Args:
+        entries: Rows of tables; those of the paper's own backbones are in the order of published.csv.
+        ablation: Rows of the ablation table.
+        bases: Unpruned models that no row is of, but that rows have to be compared with: plain DeiT.
+        maps: Figures of token maps.
+        left_out: (backbone, method, why it cannot be applied).
+    """
+
+    entries: tuple[Entry, ...]
+    ablation: tuple[Entry, ...] = ()
+    bases: tuple[Entry, ...] = ()
+    maps: tuple[TokenMap, ...] = ()
+    left_out: tuple[tuple[str, str, str], ...] = field(default=())
+
+    @property
+    def all(self) -> tuple[Entry, ...]:
+        """Everything that is measured; the unpruned models first."""
+        every = (*self.entries, *self.bases, *self.ablation)
+        return tuple(sorted(every, key=lambda entry: entry.table != "unpruned"))
+
+    @property
+    def runs(self) -> list[Entry]:
+        """Everything that is measured, what is the same only once."""
+        found: dict[str, Entry] = {}
+        for entry in self.all:
+            found.setdefault(entry.run, entry)
+        return list(found.values())
+
+    @property
+    def trainings(self) -> list[tuple[str, str]]:
+        """(model, what is trained), in the order in which they are needed."""
+        wanted = [(entry.model, entry.training) for entry in self.all if entry.training]
+        wanted += [(one.backbone, one.training) for one in self.maps]
+        return list(dict.fromkeys(wanted))
+
+    @property
+    def models(self) -> list[str]:
+        """Everything that has to be loaded."""
+        return list(dict.fromkeys([*(entry.model for entry in self.all), *(one.backbone for one in self.maps)]))
+
+
+def make_plan(backbones: Sequence[str] = BACKBONES, only: Sequence[str] = ()) -> Plan:
+    """The plan for some backbones: the paper's own, or any other supported model in the place of one.
+
+    Args:
+        backbones: Names of models.
+        only: Parts of the paper (single, multi, ablation, maps) and methods; nothing is everything.
+
+    Raises:
+        UsageError: a name is unknown, or nothing is left.
+        UserError: a model is not supported.
+    """
+    from tntprune.paper.ablation import ablation
+    from tntprune.paper.substitute import substitute
+
+    parts, methods = check_only(tuple(only))
+    plans = []
+    for backbone in dict.fromkeys(backbones):
+        if backbone in BACKBONES:
+            maps = (TokenMap(backbone, METHODS["tnt"], MAPS, "tnt"),) if backbone in MAPPED else ()
+            plans.append(Plan(_of_paper(backbone), ablation(backbone), maps=maps))
+        else:
+            plans.append(substitute(backbone))
+    entries = [
+        entry
+        for plan in plans
+        for entry in plan.entries
+        if entry.config is None or (entry.table in parts and entry.method in methods)
+    ]
+    rows = [e for plan in plans for e in plan.ablation if "ablation" in parts and e.method in methods]
+    maps = tuple(one for plan in plans for one in plan.maps if "maps" in parts and one.training in methods)
+    if not maps and all(entry.config is None for entry in (*entries, *rows)):
+        raise UsageError(f"--only {' '.join(only)}: the paper has nothing of that for {', '.join(backbones)}")
+    if {"single", "multi", "ablation"}.isdisjoint(parts):
+        entries = []  # token maps compare with nothing
+    left_out = tuple(one for plan in plans for one in plan.left_out if one[1] in methods)
+    return Plan(tuple(entries), tuple(rows), tuple(_bases([*entries, *rows])), maps, left_out)
+
+
+def _bases(entries: Iterable[Entry]) -> list[Entry]:
+    """An unpruned entry for every model that is run and has none."""
+    listed = {entry.model for entry in entries if entry.config is None}
+    wanted = {entry.model: entry for entry in entries if entry.model not in listed}
+    return [unpruned(model, entry.backbone) for model, entry in wanted.items()]
+
+
+def unpruned(model: str, backbone: str, authors: Authors | None = None, own: bool = True) -> Entry:
+    """The entry of an unpruned model."""
+    row = {**dict.fromkeys(COLUMNS, ""), "backbone": model, "method": "none"}
+    return Entry("unpruned", backbone, model, "unpruned", row, None, authors=authors, own=own)
+
+
+def _of_paper(backbone: str) -> tuple[Entry, ...]:
+    ranks = ranking(name for name, model in MODELS.items() if model == backbone)
+    found = []
+    for one in published():
+        if MODELS[one.row["backbone"]] != backbone:
+            continue
+        row = {name: one.row[name] for name in COLUMNS}
+        table: Any = one.row["scheme"] or "unpruned"
+        name = METHODS.get(one.row["method"], "unpruned")
+        rank = ranks.get(one.name, 0)
+        found.append(
+            Entry(table, backbone, one.model, name, row, one.config, rank, authors_of(one), True, one.note)
+        )  # fmt: skip
+    return tuple(found)
+
+
+def authors_of(one: Published) -> Authors:
+    """What the paper reports of a row."""
+    base = next(b for b in published() if b.row["method"] == "none" and b.row["backbone"] == one.row["backbone"])
+    figures = (base.top1, base.gmacs, base.images_per_s or 0)
+    return Authors(
+        one.name, one.row["backbone"], one.top1, one.gmacs, one.images_per_s, figures, one.note, one.not_met
+    )  # fmt: skip
+
+
+def ranking(backbones: Iterable[str]) -> dict[str, int]:
+    """The place of each row of some backbones of published.csv, by its name: 1 keeps most tokens."""
+    found = {}
+    for backbone in backbones:
+        for scheme, column in (("single", None), ("multi", "gflops_bucket")):
+            rows = [one for one in published() if (one.row["backbone"], one.row["scheme"]) == (backbone, scheme)]
+            amounts = {one.name: float(one.row[column] if column else one.printed) for one in rows}
+            places = {amount: rank for rank, amount in enumerate(sorted(set(amounts.values()), reverse=True), 1)}
+            found |= {name: places[amount] for name, amount in amounts.items()}
+    return found

@@ -1,0 +1,113 @@
+"""What has to be trained before the paper's settings can be run: once for each model and method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tntprune.paper.cost import Task
+from tntprune.paper.names import LEARNERS
+from tntprune.paper.plan import Plan
+
+if TYPE_CHECKING:
+    from tntprune.recipes import Recipe
+
+RecipeName = Literal["published", "short"]
+
+
+def recipe(name: str, kind: RecipeName, seed: int = 0) -> Recipe:
+    """How something is trained.
+
+    Args:
+        name: Of LEARNERS.
+        kind: "published", as each method's own paper has it, or "short", minutes for a thousand photos.
+        seed: Of everything random.
+    """
+    from dataclasses import replace
+
+    try:
+        from tntprune import recipes
+    except ImportError:
+        from tntprune.paper import _recipes as recipes  # temporary
+    found = (recipes.published if kind == "published" else recipes.short)(LEARNERS[name])
+    return replace(found, training=replace(found.training, seed=seed))
+
+
+def tasks(plan: Plan, kind: RecipeName) -> list[Task]:
+    """The trainings that a plan needs."""
+    found = []
+    for model, name in plan.trainings:
+        training = recipe(name, kind).training
+        found.append(Task(model, name, training.epochs, training.backbone_lr > 0))
+    return found
+
+
+def folder(trainings: Path, model: str, name: str) -> Path:
+    """Where a training lives."""
+    return trainings / f"{model}-{name}"
+
+
+def train(
+    plan: Plan,
+    data: Path | None,
+    trainings: Path,
+    kind: RecipeName,
+    *,
+    weights: dict[str, Path],
+    device: str = "cpu",
+    seed: int = 0,
+    world: Any = None,
+    workers: int | None = None,
+    progress: bool = True,
+) -> dict[tuple[str, str], Path]:
+    """Train what a plan needs and what is not there yet; a training that was interrupted goes on.
+
+    Args:
+        plan: What is to be run.
+        data: The photos, in class folders.
+        trainings: Where trainings lie, one folder each.
+        kind: See `recipe`.
+        weights: Files of weights by model; the Hub is asked for others.
+        device: Where.
+        seed: Of everything random.
+        world: The processes that work together.
+        workers: Processes that read photos.
+        progress: Show bars.
+
+    Returns:
+        The folder of each training, by model and name.
+
+    Raises:
+        UserError: photos are needed and none are given, or a training fails.
+    """
+    from tqdm import tqdm
+
+    from tntprune.checkpoint import FILE
+    from tntprune.console import load
+    from tntprune.errors import UsageError
+    from tntprune.reduce import reduce_
+    from tntprune.train import train_folder
+
+    found = {(model, name): folder(trainings, model, name) for model, name in plan.trainings}
+    missing = {key: out for key, out in found.items() if not (out / FILE).is_file()}
+    if missing and data is None:
+        which = ", ".join(out.name for out in missing.values())
+        raise UsageError(f"{which}: to be trained first; expected --train-data DIR, or --trainings DIR with them in it")
+    for number, ((model, name), out) in enumerate(missing.items(), 1):
+        if progress:
+            tqdm.write(f"training {name} on {model}, {number} of {len(missing)}: {out}", file=_stderr())
+        chosen = recipe(name, kind, seed)
+        reduced = reduce_(load(model, weights.get(model), device), chosen.config)
+        assert data is not None
+        about = {"model": model, "recipe": kind}
+        train_folder(
+            reduced, data, out, chosen, world=world, workers=workers, resume=out.exists(), about=about,
+            progress=progress,
+        )  # fmt: skip
+    return found
+
+
+def _stderr() -> Any:
+    import sys
+
+    return sys.stderr
