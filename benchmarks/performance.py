@@ -36,7 +36,8 @@ from tntprune.config import Config
 from tntprune.environment import stamp
 from tntprune.reduce import base_of, reduction_of
 from tntprune.storage import write
-from tntprune.trainer import Trainer, Training, learning
+from tntprune.trainer import Trainer, learning
+from tntprune.training import Training
 
 MODEL = "deit_small_distilled_patch16_224"
 CONFIG = TNT(at=3, keep=0.5, similar=25)
@@ -138,7 +139,7 @@ def _step(recipe: str, amp: str, rounds: int, batch: int) -> Step:
             reduction_of(plain).load_state_dict(reduction_of(model).state_dict())
             trainer.seed(number)
             one = _timed(lambda number=number: _plain_step(plain, images, labels, amp, trainer, number))  # type: ignore[misc]
-            other = _timed(lambda number=number: trainer.step(number, images, labels))  # type: ignore[misc]
+            other = _timed(lambda number=number: trainer.step(number, [(images, labels)]))  # type: ignore[misc]
             apart.append(_apart(plain, model))
             times.append((one, other))
     own, ours = (median(side) for side in zip(*times[2:], strict=True))

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from tntprune import TNT, Random, load_, reduce_, save
+from tntprune.augment import LIGHT
 from tntprune.batches import PhotoSource
 from tntprune.card import curve_table
 from tntprune.checkpoint import FILE, made_by, read
@@ -37,7 +38,7 @@ from tntprune.models import load_model
 from tntprune.reduce import inherit, reduction_of
 from tntprune.runs import train_run
 from tntprune.storage import write
-from tntprune.trainer import Training
+from tntprune.training import Training
 
 MODEL = "vit_tiny_patch16_224"
 SHIPPED = Path("src/tntprune/pretrained")
@@ -56,7 +57,7 @@ def trained_on_split(model: nn.Module, photos: list[Photo], out: Path, seed: int
     training = Training(seed=seed).on(torch.device("cpu"))
     reduce_(model, TNT(at=3))
     source = PhotoSource(
-        Photos(photos, transform_for(model, augment=True), seed=seed), training.batch_size, seed, 1, False
+        Photos(photos, transform_for(model, LIGHT), seed=seed), training.batch_size, seed, 1, False
     )
     about = {"model": MODEL, "data": "calibration-1000", "photos": len(photos)}
     return read(train_run(model, source, training, out, resume=out.exists(), about=about))[1]

@@ -20,7 +20,8 @@ from tntprune.methods.base import Layout
 from tntprune.reduce import reduce_, reduction_of
 from tntprune.schedule import Place
 from tntprune.tokens import Tokens, start
-from tntprune.trainer import Trainer, Training, learning
+from tntprune.trainer import Trainer, learning
+from tntprune.training import Training
 
 SCALE, CENTER = 3.0, 2.0  # at which the small random models halt here and there
 GATE = {"gate_scale": SCALE, "gate_center": CENTER}
@@ -282,7 +283,7 @@ def test_in_bfloat16_training_and_evaluation_are_finite():
     model = reduce_(make("plain"), AViT(**GATE))
     images, labels = photos_for(model), torch.tensor([0, 1, 2])
     with learning(model), torch.enable_grad():
-        assert Trainer(model, Training(amp="bf16"), 2).step(0, images, labels).isfinite()
+        assert Trainer(model, Training(amp="bf16"), 2).step(0, [(images, labels)]).isfinite()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         assert model(images).isfinite().all()
     with torch.inference_mode():

@@ -20,7 +20,8 @@ from tntprune.reduce import base_of, reduction_of
 from tntprune.schedule import Place, schedule
 from tntprune.tokens import start
 from tntprune.train import calibrate_
-from tntprune.trainer import Trainer, Training, learning
+from tntprune.trainer import Trainer, learning
+from tntprune.training import Training
 
 LABELS = torch.arange(6) % 7
 

@@ -20,7 +20,8 @@ from tntprune.methods.evovit import SlowFast
 from tntprune.reduce import reduce_, reduction_of
 from tntprune.schedule import Place
 from tntprune.tokens import start
-from tntprune.trainer import Trainer, Training
+from tntprune.trainer import Trainer
+from tntprune.training import Training
 
 KINDS = (
     "plain",

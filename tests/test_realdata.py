@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tntprune import TNT, Random, reduce_
+from tntprune.augment import LIGHT
 from tntprune.batches import PhotoSource
 from tntprune.cli import main
 from tntprune.data import Photos, labelled_photos, transform_for
@@ -15,7 +16,7 @@ from tntprune.evaluate import evaluate
 from tntprune.models import load_model
 from tntprune.reduce import reduction_of
 from tntprune.train import fit
-from tntprune.trainer import Training
+from tntprune.training import Training
 
 pytestmark = [pytest.mark.realdata, pytest.mark.slow]
 MODEL = "vit_tiny_patch16_224"
@@ -38,7 +39,7 @@ def test_a_short_training_beats_random_drop_on_photos_it_has_not_seen(data):
     train, held_out = [photos[i] for i in order[:600]], [photos[i] for i in order[600:840]]
     training = Training(epochs=1, batch_size=16, lr=0.01, amp="bf16")
     reduce_(model, TNT(at=3, keep=0.25, noise_blocks=3))
-    fit(model, PhotoSource(Photos(train, transform_for(model, True)), 16, 0, 1, True), training, progress=False)
+    fit(model, PhotoSource(Photos(train, transform_for(model, LIGHT)), 16, 0, 1, True), training, progress=False)
     learned = reduction_of(model).state_dict()
 
     def agreement(config):

@@ -17,8 +17,8 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 from conftest import make, photos_for
-from tntprune import runs
-from tntprune.batches import TensorSource
+from tntprune import runlog
+from tntprune.batches import WHOLE, TensorSource
 from tntprune.checkpoint import load_
 from tntprune.config import TNT
 from tntprune.errors import UsageError, UserError
@@ -26,7 +26,7 @@ from tntprune.reduce import reduce_, reduction_of
 from tntprune.runs import Stopped, train_run
 from tntprune.storage import read_metadata, read_weights
 from tntprune.train import calibrate_, photo_source
-from tntprune.trainer import Training
+from tntprune.training import Training
 
 CONFIG = TNT(at=2, noise_blocks=(2, 4))
 TRAINING = Training(epochs=4, batch_size=4, lr=0.02)
@@ -56,8 +56,8 @@ class Acting:
     def __init__(self, source, step, act):
         self.source, self.step, self.act, self.per_epoch = source, step, act, source.per_epoch
 
-    def batches(self, first, last):
-        for step, batch in enumerate(self.source.batches(first, last), first + 1):
+    def batches(self, first, last, share=WHOLE):
+        for step, batch in enumerate(self.source.batches(first, last, share), first + 1):
             if step == self.step:
                 self.act()
             yield batch
@@ -419,7 +419,7 @@ def test_a_full_disk_under_the_log(stopped, straight, monkeypatch):
     def full(path, *mode, **options):
         return open("/dev/full", *mode, **options)
 
-    monkeypatch.setattr(runs, "open", full, raising=False)
+    monkeypatch.setattr(runlog, "open", full, raising=False)
     with pytest.raises(
         UserError, match=r"log\.jsonl: cannot be written \(No space left on device\); continue with --resume"
     ):

@@ -19,7 +19,8 @@ from tntprune.digits_vit import digits_vit
 from tntprune.errors import UsageError, UserError
 from tntprune.reduce import base_of, reduce_, reduction_of
 from tntprune.train import calibrate_, fit
-from tntprune.trainer import Trainer, Training, learning
+from tntprune.trainer import Trainer, learning
+from tntprune.training import Training
 
 KINDS = ["plain", "distilled", "no_cls", "map_pool"]
 COUNT = 6  # images in these tests

@@ -30,7 +30,8 @@ from tntprune.runs import Stopped, train_run
 from tntprune.schedule import Place
 from tntprune.storage import read_weights
 from tntprune.train import calibrate_, fit
-from tntprune.trainer import Trainer, Training, learning
+from tntprune.trainer import Trainer, learning
+from tntprune.training import Training
 
 IMAGES, LABELS = photos_for(make("plain"), 12), torch.arange(12) % 7
 ONE = {"epochs": 1, "batch_size": 12, "warmup": 0.0, "progress": False, "amp": "none"}
@@ -97,7 +98,7 @@ def test_the_model_learns_at_its_own_rate():
     model = reduce_(make("plain"), DynamicViT(at=2))
     with learning(model, tunes=True):
         trainer = Trainer(model, Training(lr=0.01, backbone_lr=1e-4, weight_decay=0.1, warmup=0.0), 10)
-        trainer.step(0, IMAGES, LABELS)
+        trainer.step(0, [(IMAGES, LABELS)])
     rates = {group["lr"] for group in trainer.optimizer.param_groups}
     assert sorted(rates) == pytest.approx([1e-4, 0.01])
     names = {id(p): n for n, p in model.named_parameters()}
@@ -112,7 +113,7 @@ def test_the_teacher_stays_as_it_was():
     with learning(model, tunes=True):
         trainer = Trainer(model, Training(backbone_lr=0.1, warmup=0.0), 10)
         for number in range(3):
-            trainer.step(number, IMAGES, None)
+            trainer.step(number, [(IMAGES, None)])
         assert torch.equal(trainer.base(IMAGES), before)
         assert not torch.equal(base_of(model)(IMAGES), before)
 
@@ -159,7 +160,7 @@ def test_a_training_of_both_is_saved_resumed_and_loaded(tmp_path, config):
         return model
 
     class Stopping(TensorSource):
-        def batches(self, first, last):
+        def batches(self, first, last, *share):
             for step, batch in enumerate(super().batches(first, last), first):
                 if step == 5:
                     import signal

@@ -16,7 +16,8 @@ from conftest import BACKBONES, SMALL, make, photos_for
 from tntprune import TNT, AViT, DynamicViT, Random, ToMe, TopK, UserError, reduce_
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.reduce import base_of, reduction_of
-from tntprune.trainer import Trainer, Training, learning
+from tntprune.trainer import Trainer, learning
+from tntprune.training import Training
 
 METHODS: dict[str, tuple[Any, ...]] = {
     "tnt": (TNT(at=3, beta=100.0),),
@@ -55,7 +56,7 @@ def short(model: Any, images: torch.Tensor, **options: Any) -> tuple[float, dict
     """One step of the trainer's: the loss, and the gradients of what is learned."""
     with learning(model):
         trainer = Trainer(model, Training(**{**ONE, **options}), 4)
-        loss = trainer.step(1, images, torch.arange(len(images)))
+        loss = trainer.step(1, [(images, torch.arange(len(images)))])
         return float(loss), gradients(model), trainer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from tntprune.data import Photo, Photos, collate, input_mode, transform_for
 from tntprune.errors import UserError
 from tntprune.reduce import base_of, device_of, is_reduced, reduction_of
 from tntprune.trace import record
+from tntprune.world import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,13 @@ class Evaluation(Figures):
 
 
 class Tally:
-    """Counts and seconds of one model over the batches."""
+    """Counts and seconds of one model over the batches; whole numbers, so that they add up exactly."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.images, self.first, self.five = model, 0, 0, 0
         self.variable = is_reduced(model) and reduction_of(model).config.variable
-        self.costs: list[int] = []  # of each image, where they differ
-        self.entering: list[list[int]] = []  # patch tokens that enter each block, image by image, where they differ
+        self.cost = 0  # of all images, where they differ
+        self.entering: list[int] = []  # patch tokens of all images that enter each block, where they differ
         self.pace: list[float] = []  # seconds an image, batch by batch
 
     def run(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -83,11 +84,16 @@ class Tally:
         logits = self.model(images)
         wait(images.device)
         self.pace.append((time.perf_counter() - begin) / len(images))
+        return self.count(images, logits, labels)
+
+    def count(self, images: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Count what the model said of one batch, and return the first guesses."""
         if self.variable:
             with record(self.model) as trace:
                 self.model(images)
-            self.costs += macs_by_image(self.model, trace.counts)
-            self.entering += torch.stack(trace.counts[:-1:2], 1).tolist()
+            self.cost += sum(macs_by_image(self.model, trace.counts))
+            entering = torch.stack(trace.counts[:-1:2], 1).sum(0).tolist()
+            self.entering = [a + b for a, b in zip(self.entering or [0] * len(entering), entering, strict=True)]
         guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
         hits = guesses == labels[:, None]
         self.images += len(images)
@@ -96,12 +102,20 @@ class Tally:
         top: torch.Tensor = guesses[:, 0]
         return top
 
+    def gather(self, world: World) -> None:
+        """Take in what the other processes have counted."""
+        found = world.gather((self.images, self.first, self.five, self.cost, self.entering, self.pace))
+        images, first, five, cost, entering, pace = zip(*found, strict=True)
+        self.images, self.first, self.five, self.cost = sum(images), sum(first), sum(five), sum(cost)
+        self.entering = [sum(block) for block in zip(*filter(None, entering), strict=True)]
+        self.pace = [one for part in pace for one in part]
+
     def figures(self) -> Figures:
         """What was counted."""
         return Figures(
             top1=100 * self.first / self.images,
             top5=100 * self.five / self.images,
-            macs=round(fmean(self.costs)) if self.variable else macs(self.model).macs,
+            macs=round(self.cost / self.images) if self.variable else macs(self.model).macs,
             images_per_s=1 / median(self.pace),
         )
 
@@ -109,7 +123,7 @@ class Tally:
         """Patch tokens that enter each block."""
         if not self.variable:
             return macs(self.model).tokens
-        return [round(fmean(block), 1) for block in zip(*self.entering, strict=True)]
+        return [round(block / self.images, 1) for block in self.entering]
 
 
 def wait(device: torch.device) -> None:
@@ -127,15 +141,17 @@ def measure(
     skipped: Callable[[], int] = lambda: 0,
     compare: bool = False,
     base: nn.Module | None = None,
+    world: World = ALONE,
 ) -> Evaluation:
     """Evaluate a model, reduced or not, in its present mode.
 
     Args:
         model: In eval mode.
-        batches: Of (images, labels).
-        skipped: Asked at the end how many images could not be read.
+        batches: Of (images, labels); of several processes each has its own.
+        skipped: Asked at the end how many images could not be read, by all processes.
         compare: Also give the unpruned model's figures; the two take turns in going first.
         base: The unpruned model, if it is not the same one without its reduction: before it was fine-tuned.
+        world: The processes whose counts are added up.
 
     Raises:
         UserError: there was no image at all.
@@ -153,12 +169,16 @@ def measure(
             continue
         guesses = {tally: tally.run(images, labels) for tally in ((own, unpruned) if number % 2 else (unpruned, own))}
         same += int((guesses[own] == guesses[unpruned]).sum())
+    for tally in {own, unpruned}:
+        tally.gather(world)
+    same = sum(world.gather(same))
+    left_out = skipped()
     if own.images == 0:
-        raise UserError(f"no image could be read, {skipped()} were skipped; expected at least one")
+        raise UserError(f"no image could be read, {left_out} were skipped; expected at least one")
     return Evaluation(
         **asdict(own.figures()),
         images=own.images,
-        skipped=skipped(),
+        skipped=left_out,
         agreement=100 * same / own.images,
         tokens=own.tokens(),
         base=unpruned.figures() if compare else None,
@@ -175,9 +195,12 @@ def evaluate(
     on_bad_image: Literal["error", "skip"] = "error",
     compare: bool = False,
     base: nn.Module | None = None,
+    world: World = ALONE,
     progress: bool = True,
 ) -> tuple[Evaluation, list[str]]:
     """Evaluate a model on labelled photos.
+
+    Several processes share the batches: they are the same ones as in a single process, and so are the figures.
 
     Args:
         model: In eval mode, reduced or not.
@@ -187,6 +210,7 @@ def evaluate(
         on_bad_image: "error" stops at the first image that cannot be read; "skip" leaves it out and counts it.
         compare: See `measure`.
         base: See `measure`.
+        world: The processes that evaluate together.
         progress: Show a bar.
 
     Returns:
@@ -195,20 +219,26 @@ def evaluate(
     Raises:
         UserError: an image cannot be read, and none is to be skipped.
     """
+    places = range(len(photos))
+    batched = [list(places[first : first + batch_size]) for first in places[::batch_size]]
     loader = DataLoader(
         Photos(photos, transform_for(model), input_mode(model)),
-        batch_size=batch_size, num_workers=workers, collate_fn=collate,
+        batch_sampler=world.share(batched), num_workers=workers, collate_fn=collate,
     )  # fmt: skip
     bad: list[str] = []
 
     def batches() -> Any:
-        with tqdm(total=len(photos), unit="image", desc="evaluating", disable=not progress) as bar:
+        with tqdm(total=len(photos), unit="image", desc="evaluating", disable=not progress or not world.main) as bar:
             for batch in loader:
                 bad.extend(batch.bad)
                 if batch.bad and on_bad_image == "error":
                     raise UserError(f"{batch.bad[0]} (or leave such images out with --on-bad-image skip)")
                 if len(batch.images):
                     yield batch.images, batch.labels
-                bar.update(len(batch.labels) + len(batch.bad))
+                bar.update(min(len(photos) - bar.n, (len(batch.labels) + len(batch.bad)) * world.size))
 
-    return measure(model, batches(), lambda: len(bad), compare, base), bad
+    def all_bad() -> int:
+        bad[:] = [line for lines in world.gather(bad) for line in lines]
+        return len(bad)
+
+    return measure(model, batches(), all_bad, compare, base, world), bad

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save as to_bytes
 from torch import nn
 
 from tntprune.batches import Source
 from tntprune.checkpoint import FILE, WEIGHTS, save
 from tntprune.config import to_dict
 from tntprune.errors import UsageError, UserError
+from tntprune.interrupts import interrupts
 from tntprune.reduce import reduction_of
-from tntprune.storage import make_folder, read_metadata, read_weights, write
+from tntprune.runlog import LOG, open_log
+from tntprune.runstate import STATE, load_state, save_state
+from tntprune.storage import make_folder, read_metadata
 from tntprune.train import fit
-from tntprune.trainer import Trainer, Training, check_whole
+from tntprune.trainer import Trainer
+from tntprune.training import Training, check_whole
+from tntprune.world import ALONE, World
 
-STATE, LOG, LOCK = "checkpoint.safetensors", "log.jsonl", ".lock"
-VALUE = "value."  # before the name of a parameter in a state
+LOCK = ".lock"
+BEST, EMA = "best", "ema"  # folders: the best of the epochs that were validated, and the moving average
+Validate = Callable[[], dict[str, float]]
 
 
 class Stopped(UserError):
@@ -43,12 +44,17 @@ def train_run(
     resume: bool = False,
     save_every: int = 50,
     about: dict[str, Any] | None = None,
+    validate: Validate | None = None,
+    tensorboard: bool = False,
+    world: World = ALONE,
     progress: bool = True,
 ) -> Path:
     """Train a reduced model's scorers, and leave `reducer.safetensors` and `log.jsonl` in a folder.
 
-    Every `save_every` steps, and when it is interrupted, the state goes to `checkpoint.safetensors`; a resumed training
-    continues bit for bit on CPU.
+    Every `save_every` steps, after each validation, and when it is interrupted, the state goes to
+    `checkpoint.safetensors`; a resumed training continues bit for bit on CPU. Several processes may train, and another
+    number of them may continue, as long as they can share the parts of a batch evenly; the folder has to be one that
+    all of them see.
 
     Args:
         model: A reduced model.
@@ -58,10 +64,14 @@ def train_run(
         resume: Continue what is there.
         save_every: Steps between checkpoints.
         about: What else has to be the same in a resumed training: the model's name, the data.
+        validate: Asked after each epoch for percentages by name, "top1" among them; the reduction of the best epoch is
+            kept in the folder `best`.
+        tensorboard: Also log for TensorBoard, in the folder `tensorboard`.
+        world: The processes that train together.
         progress: Show a bar.
 
     Returns:
-        The path of the saved reduction.
+        The path of the saved reduction, the one after the last step. With `Training.ema` the average is in `ema`.
 
     Raises:
         UsageError: the folder holds a training and `resume` was not asked for, or the other way round, or its options
@@ -70,66 +80,118 @@ def train_run(
         UserError: something cannot be read or written.
     """
     check_whole("save_every", save_every, 1)
-    options = {"reduction": to_dict(reduction_of(model).config), "training": asdict(training), **(about or {})}
-    options = json.loads(json.dumps(options))
-    first = _find_start(out, resume, options)
-    if first is None:
-        _tidy(out)
-        return out / FILE
-    make_folder(out)
-    with _alone(out):
-        return _train(model, source, training, out, first, save_every, options, progress)
+    told = {"reduction": to_dict(reduction_of(model).config), "training": asdict(training), **(about or {})}
+    options: dict[str, Any] = json.loads(json.dumps(told))
+    first, before = world.agree(lambda: _find_start(out, resume, options))
+    parts = training.parts or before.get("training", {}).get("parts") or world.size
+    training = replace(training, parts=parts)
+    options["training"]["parts"] = parts
+    with ExitStack() as stack:
+
+        def prepare() -> None:
+            if first is not None:
+                make_folder(out)
+                stack.enter_context(_alone(out))
+
+        world.agree(prepare)
+        if first is not None:
+            run = _Run(model, source, training, out, options, world, validate)
+            run.train(first, save_every, tensorboard, progress)
+        if world.main:
+            _tidy(out)
+        world.wait()
+    return out / FILE
 
 
-def _train(
-    model: nn.Module,
-    source: Source,
-    training: Training,
-    out: Path,
-    first: int,
-    save_every: int,
-    options: dict[str, Any],
-    progress: bool,
-) -> Path:
-    total = training.epochs * source.per_epoch
-    trainer = Trainer(model, training, total)
-    if first:
-        _load_state(out / STATE, trainer)
-    with _open_log(out / LOG, first) as (log, before), _interrupts() as interrupted:
-        begin = time.perf_counter() - before
-        done = first
+class _Run:
+    """One training in its folder: what happens after each step."""
 
-        def after(step: int, loss: float, trainer: Trainer) -> None:
-            nonlocal done
-            done = step
-            rate = trainer.optimizer.param_groups[0]["lr"]
-            seconds = round(time.perf_counter() - begin, 3)
-            line = {
-                "step": step,
-                "epoch": (step - 1) // source.per_epoch + 1,
-                "loss": loss,
-                "lr": rate,
-                "seconds": seconds,
-            }
-            log(line)
-            if step < total and (interrupted or step % save_every == 0):
-                _save_state(out / STATE, trainer, step, options)
-            if interrupted and step < total:
-                raise Stopped(f"stopped after step {step} of {total}; nothing is lost, continue with --resume")
+    def __init__(
+        self,
+        model: nn.Module,
+        source: Source,
+        training: Training,
+        out: Path,
+        options: dict[str, Any],
+        world: World,
+        validate: Validate | None,
+    ) -> None:
+        self.model, self.source, self.training, self.out, self.world = model, source, training, out, world
+        self.options, self.validate = options, validate
+        self.total = training.epochs * source.per_epoch
+        self.trainer = Trainer(model, training, self.total, world)
+        self.notes: dict[str, Any] = {}
 
-        try:
-            fit(model, source, training, first, trainer, after, progress)
-        except (RuntimeError, OSError, EOFError):  # the processes that read photos got the signal too, and ended of it
-            if not interrupted:
-                raise
-            raise Stopped(f"stopped after step {done} of {total}; continue with --resume") from None
-    path = save(model, out, json.dumps(options), weights=training.backbone_lr > 0)
-    _tidy(out)
-    return path
+    def train(self, first: int, save_every: int, tensorboard: bool, progress: bool) -> None:
+        """From step `first` to the end, and save what came of it."""
+        if first:
+            self.notes = load_state(self.out / STATE, self.trainer)
+        done, total, world = first, self.total, self.world
+        logs = open_log(self.out, first, tensorboard) if world.main else _no_log()
+        with logs as (log, before), interrupts() as interrupted:
+            begin = time.perf_counter() - before
+
+            def now() -> float:
+                return round(time.perf_counter() - begin, 3)
+
+            def after(step: int, loss: float, trainer: Trainer) -> None:
+                nonlocal done
+                done = step
+                epoch = (step - 1) // self.source.per_epoch + 1
+                log({"step": step, "epoch": epoch, "loss": loss, "lr": self.rate, "seconds": now()})
+                ended = self.validate is not None and step % self.source.per_epoch == 0
+                if ended:
+                    log({"step": step, "epoch": epoch, **self.judge(epoch), "seconds": now()})
+                stop = world.any(bool(interrupted)) and step < total
+                if world.main and step < total and (stop or ended or step % save_every == 0):
+                    save_state(self.out / STATE, trainer, step, self.options, self.notes)
+                if stop:
+                    raise Stopped(f"stopped after step {step} of {total}; nothing is lost, continue with --resume")
+
+            try:
+                fit(self.model, self.source, self.training, first, self.trainer, after, progress, world)
+            except (RuntimeError, OSError, EOFError):  # the processes that read photos got the signal too, and ended
+                if not interrupted:
+                    raise
+                raise Stopped(f"stopped after step {done} of {total}; continue with --resume") from None
+        if world.main:
+            if self.trainer.average is not None:
+                with self.trainer.averaged():
+                    self.save(self.out / EMA)
+            self.save(self.out)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.trainer.optimizer.param_groups[0]["lr"])
+
+    def judge(self, epoch: int) -> dict[str, float]:
+        """Validate what is learned so far, and its average; keep it if it is the best."""
+        assert self.validate is not None
+        found = self.validate()
+        if self.trainer.average is not None:
+            with self.trainer.averaged():
+                found |= {f"{EMA}_{name}": value for name, value in self.validate().items()}
+        if found["top1"] > self.notes.get("best", {}).get("top1", -1.0):
+            self.notes["best"] = {"epoch": epoch, **found}
+            if self.world.main:
+                self.save(self.out / BEST)
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Save the reduction as it is now."""
+        made_by = json.dumps(self.options if folder == self.out else {**self.options, "notes": self.notes})
+        save(self.model, folder, made_by, weights=self.training.backbone_lr > 0)
 
 
-def _find_start(out: Path, resume: bool, options: dict[str, Any]) -> int | None:
-    """The steps that are done; None if all are.
+@contextmanager
+def _no_log() -> Iterator[tuple[Callable[[dict[str, Any]], None], float]]:
+    """Of a process that does not write."""
+    yield lambda line: None, 0.0
+
+
+def _find_start(out: Path, resume: bool, options: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
+    """The steps that are done, None if all are; and the options that it was begun with.
 
     Raises:
         UsageError: see `train_run`.
@@ -140,20 +202,24 @@ def _find_start(out: Path, resume: bool, options: dict[str, Any]) -> int | None:
     if not resume:
         if finished or state or (out / LOG).exists():
             raise UsageError(f"{out}: holds a training already; expected another --out, or --resume to continue it")
-        return 0
+        return 0, {}
     if finished:
-        _check_same(out, json.loads(read_metadata(out / FILE).get("made_by") or "{}"), options)
-        return None
+        before = json.loads(read_metadata(out / FILE).get("made_by") or "{}")
+        _check_same(out, before, options)
+        return None, before
     if not state:
         if (out / LOG).exists():  # it was interrupted before its first checkpoint
-            return 0
+            return 0, {}
         raise UsageError(f"{out}: no training to continue; start one without --resume")
     about = read_metadata(out / STATE)
-    _check_same(out, json.loads(about.get("options", "{}")), options)
-    return int(about["step"])
+    before = json.loads(about.get("options", "{}"))
+    _check_same(out, before, options)
+    return int(about["step"]), before
 
 
 def _check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    if now["training"]["parts"] is None:  # what was chosen at the start holds
+        now = {**now, "training": {**now["training"], "parts": before.get("training", {}).get("parts")}}
     changed = _differences(before, now)
     if changed:
         raise UsageError(f"{out}: was started with {changed[0]}; expected the same options to continue it")
@@ -168,64 +234,6 @@ def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") ->
         elif old != new:
             found.append(f"{path}{key}={old}, not {new}")
     return found
-
-
-def _save_state(path: Path, trainer: Trainer, step: int, options: dict[str, Any]) -> None:
-    names = {id(parameter): name for name, parameter in trainer.learned.items()}
-    tensors: dict[str, torch.Tensor] = {f"{VALUE}{name}": value for name, value in trainer.learned.items()}
-    for group in trainer.optimizer.param_groups:
-        for parameter in group["params"]:
-            for key, value in trainer.optimizer.state[parameter].items():
-                tensors[f"{key}.{names[id(parameter)]}"] = value
-    about = {"step": str(step), "options": json.dumps(options)}
-    write(path, to_bytes({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, metadata=about))
-
-
-def _load_state(path: Path, trainer: Trainer) -> None:
-    tensors = read_weights(path)
-    values = {name.removeprefix(VALUE): value for name, value in tensors.items() if name.startswith(VALUE)}
-    shapes = {name: parameter.shape for name, parameter in trainer.learned.items()}
-    if shapes != {name: value.shape for name, value in values.items()}:
-        odd = min(set(shapes) ^ set(values), default="a shape")
-        raise UserError(f"{path}: does not fit the model ({odd}); expected the state of the same training")
-    for name, parameter in trainer.learned.items():
-        parameter.data.copy_(values[name])
-        keys = [key for key in tensors if key.endswith(f".{name}") and not key.startswith(VALUE)]
-        keys = [key for key in keys if "." not in key.removesuffix(f".{name}")]
-        device = {key: "cpu" if key.startswith("step.") else parameter.device for key in keys}
-        state = {key.removesuffix(f".{name}"): tensors[key].to(device[key]) for key in keys}
-        if state:  # none before the first step that changes it
-            trainer.optimizer.state[parameter] = state
-
-
-@contextmanager
-def _open_log(path: Path, first: int) -> Iterator[tuple[Callable[[dict[str, Any]], None], float]]:
-    """What writes a line to the log, and the seconds that are in it; steps after the last checkpoint go from it.
-
-    Nothing is buffered: a full disk is told by the write, and closing has nothing left to write.
-    """
-    kept: list[str] = []
-    try:
-        if path.exists():
-            lines = path.read_text(errors="replace").splitlines(keepends=True)
-            kept = [line for line in lines if _step(line) in range(1, first + 1)]
-            write(path, "".join(kept).encode())
-        file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); expected a folder that can be written"
-        ) from None
-
-    def add(line: dict[str, Any]) -> None:
-        data = (json.dumps(line) + "\n").encode()
-        try:
-            if file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}); continue with --resume") from None
-
-    with file:
-        yield add, float(json.loads(kept[-1]).get("seconds", 0)) if kept else 0.0
 
 
 @contextmanager
@@ -260,36 +268,7 @@ def _tidy(out: Path) -> None:
     for path in [
         out / STATE,
         out / LOCK,
-        *(path for name in (FILE, WEIGHTS, STATE, LOG) for path in out.glob(f".{name}.*.tmp")),
+        *(path for name in (FILE, WEIGHTS, STATE, LOG) for path in out.glob(f"**/.{name}.*.tmp")),
     ]:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def _step(line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # half a line, from a machine that lost power
-        return 0
-
-
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """A list that gets an entry at the first Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once."""
-    seen: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
-
-    try:
-        old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread, where signals cannot be caught
-        yield seen
-        return
-    try:
-        yield seen
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,12 +12,15 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from tntprune.augment import LIGHT
 from tntprune.backbones.base import find_backbone
 from tntprune.batches import LoaderSource, PhotoSource, Source, TensorSource
 from tntprune.data import Photos, all_photos, default_workers, input_mode, labelled_photos, transform_for
 from tntprune.errors import UsageError, UserError
 from tntprune.reduce import device_of, reduction_of
-from tntprune.trainer import Trainer, Training, check_whole, learning
+from tntprune.trainer import Trainer, learning
+from tntprune.training import Training, check_whole
+from tntprune.world import ALONE, World
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -29,6 +33,7 @@ def fit(
     trainer: Trainer | None = None,
     after: Callable[[int, float, Trainer], None] | None = None,
     progress: bool = True,
+    world: World = ALONE,
 ) -> None:
     """Train from step `first` to the end.
 
@@ -40,6 +45,7 @@ def fit(
         trainer: With the state of those steps; made here if not given.
         after: Called after each step with its number from 1, its loss and the trainer.
         progress: Show a bar with the loss and the time left.
+        world: The processes that train together.
 
     Raises:
         UserError: the loss is not finite.
@@ -55,12 +61,13 @@ def fit(
         torch.default_generator.manual_seed(
             training.seed
         )  # a shuffling loader of the user's draws its order before the first step
-        trainer = trainer or Trainer(model, training, total)
-        bar = tqdm(total=total, initial=first, unit="step", disable=not progress, desc="training")
+        trainer = trainer or Trainer(model, training, total, world)
+        bar = tqdm(total=total, initial=first, unit="step", disable=not (progress and world.main), desc="training")
         average = math.nan
+        parts = source.batches(first, total, trainer.share)
         with bar:
-            for number, (images, labels) in enumerate(source.batches(first, total), first):
-                loss = trainer.step(number, images, labels).item()
+            for number in range(first, total):
+                loss = trainer.step(number, list(islice(parts, len(trainer.share.mine)))).item()
                 if not math.isfinite(loss):
                     raise UserError(f"loss {loss} in step {number + 1}; expected a finite one: try a smaller --lr")
                 average = loss if math.isnan(average) else 0.95 * average + 0.05 * loss
@@ -87,7 +94,7 @@ def photo_source(
     workers = default_workers() if workers is None else workers
     check_whole("workers", workers, 0)
     found = labelled_photos(folder, model) if labelled else all_photos(folder)
-    photos = Photos(found, transform_for(model, augment=True), input_mode(model), training.seed)
+    photos = Photos(found, transform_for(model, LIGHT), input_mode(model), training.seed)
     return PhotoSource(photos, training.batch_size, training.seed, workers, labelled)
 
 

@@ -1,102 +1,29 @@
-"""How a reduced model is trained: the options, the optimizer, the losses, one step."""
+"""How a reduced model is trained: the optimizer, the losses, one step."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
+from timm.utils import ModelEmaV3
 from torch import nn
 
 from tntprune.backbones.base import Answer, find_backbone, tower_of
+from tntprune.batches import WHOLE, Pair, Share
+from tntprune.droppath import Depth
 from tntprune.errors import UsageError, UserError
+from tntprune.gradients import together
 from tntprune.reduce import base_of, device_of, reduction_of
+from tntprune.training import Training
+from tntprune.world import ALONE, World
 
-MAX_SEED = 2**32 - 1  # times the step's number it still fits torch's 64 bits
-
-
-def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Refuse what is not a whole number in a range.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least or (most is not None and value > most):
-        limits = f"{least} or larger" if most is None else f"{least} to {most}"
-        raise UsageError(f"{name}={value}: expected a whole number, {limits}")
-
-
-@dataclass(frozen=True)
-class Training:
-    """How to train. AdamW with linear warm-up and a cosine to a hundredth of the rate, all timm's.
-
-    Args:
-        epochs: Passes over the data.
-        batch_size: Images a step.
-        lr: Peak learning rate of what the method learns.
-        backbone_lr: Peak learning rate of the model itself; 0 keeps it frozen.
-        freeze_epochs: Epochs for which the model is kept frozen all the same.
-        weight_decay: AdamW's, on weights and not on biases.
-        label_smoothing: Of the cross-entropy, from 0 to below 1; the authors' is 0.1.
-        warmup: Share of the steps in which the rate rises.
-        seed: Of the order, the augmentation and the noise.
-        amp: "bf16" runs the model in bfloat16 under autocast, and scores, losses and scorers stay in fp32; "none" runs
-            all in fp32; "auto" is "bf16" where the device has instructions for it (AMX, or a CUDA device that says so).
-    """
-
-    epochs: int = 5
-    batch_size: int = 16
-    lr: float = 0.01
-    backbone_lr: float = 0.0
-    freeze_epochs: int = 0
-    weight_decay: float = 0.0
-    label_smoothing: float = 0.0
-    warmup: float = 0.1
-    seed: int = 0
-    amp: Literal["auto", "none", "bf16"] = "auto"
-
-    def __post_init__(self) -> None:
-        check_whole("epochs", self.epochs, 1)
-        check_whole("batch_size", self.batch_size, 1)
-        check_whole("seed", self.seed, 0, MAX_SEED)
-        check_whole("freeze_epochs", self.freeze_epochs, 0)
-        if self.freeze_epochs >= self.epochs:
-            raise UsageError(f"freeze_epochs={self.freeze_epochs}: expected fewer than the {self.epochs} epochs")
-        for name in ("lr", "backbone_lr", "weight_decay", "warmup"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise UsageError(f"{name}={value}: expected a number")
-        if self.lr <= 0:
-            raise UsageError(f"lr={self.lr}: expected a rate above 0")
-        for name in ("weight_decay", "backbone_lr"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name}={getattr(self, name)}: expected 0 or more")
-        for name in ("warmup", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)}: expected a share from 0 to below 1")
-        if self.amp not in ("auto", "none", "bf16"):
-            raise UsageError(f"amp={self.amp!r}: expected 'auto', 'none' or 'bf16'")
-
-    def on(self, device: torch.device) -> Training:
-        """The same, with "auto" decided for a device."""
-        return replace(self, amp="bf16" if bf16_is_native(device) else "none") if self.amp == "auto" else self
-
-
-def bf16_is_native(device: torch.device) -> bool:
-    """Whether a device multiplies matrices in bfloat16 faster than in fp32."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):  # torch newer than 2.10
-        return bool(torch.cpu.get_capabilities().get("amx_bf16"))
-    return False
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
@@ -106,14 +33,15 @@ class Trainer:
         model: A reduced model whose method learns, or that is itself trained.
         training: How.
         total: Steps in all.
+        world: The processes that train together.
 
     Raises:
         UserError: the model is not reduced, or there is nothing to learn.
         UsageError: there is nothing to learn while the model is frozen.
     """
 
-    def __init__(self, model: nn.Module, training: Training, total: int) -> None:
-        self.model, self.training, self.total = model, training, total
+    def __init__(self, model: nn.Module, training: Training, total: int, world: World = ALONE) -> None:
+        self.model, self.total, self.world = model, total, world
         self.method = reduction_of(model)
         tunes = training.backbone_lr > 0
         if not self.method.trains and not tunes:
@@ -128,32 +56,48 @@ class Trainer:
             )
         if getattr(model, "num_classes", None) == 0 or getattr(model, "global_pool", None) == "":
             raise UserError("the model gives no class logits to train against; expected one with classes and pooling")
-        self.base: nn.Module | None = None
-        if tunes:  # the teacher stays as it was; of a frozen model the first blocks are run once for both
-            self.base = copy.deepcopy(base_of(model)).requires_grad_(False).eval()
+        self.device = device_of(model)
+        self.training = training.on(self.device, world.size)
         self.backbone = find_backbone(model)
         if self.method.ce and not self.backbone.classes(model):
             raise UserError(
                 f"{type(model).__name__} tells no classes apart, so there is no cross-entropy to train against; "
                 "expected a classifier, or a method that is trained without labels, such as tnt"
             )
+        self.depth = Depth(model, training.drop_path)
+        self.judges = bool(self.method.kl) or self.method.needs_teacher  # whether the unpruned model is asked
+        self.base: nn.Module | None = None
+        if tunes and self.judges:  # it stays as it was; of a frozen model the first blocks are run once for both
+            self.base = copy.deepcopy(base_of(model)).requires_grad_(False).eval()
+        elif self.judges and training.drop_path:
+            self.base = base_of(model)  # shares the blocks, from which nothing is dropped when it is asked
+        self.twice = not tunes and self.base is None
         layout = self.backbone.layout(model)  # as it is now: the pooling may be another one than when it was reduced
         self.narrow = (  # whether all that matters of the last block are its prefix tokens
             layout.cls and layout.pool == "token" and layout.opens and not self.method.penalises
         )
-        self.device = device_of(model)
-        self.bf16 = training.on(self.device).amp == "bf16"
+        self.half = HALVES.get(self.training.amp)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.half == torch.float16)
         fused = [module for module in model.modules() if getattr(module, "fused_attn", False)]
-        self.slow = fused if self.bf16 and self.device.type == "cpu" else []
+        self.slow = fused if self.half == torch.bfloat16 and self.device.type == "cpu" else []
         self.learned = dict(learned_parameters(model, tunes))
         self.own = set(self.method.parameters())
+        self.whole: nn.Module = model if tunes else self.method  # everything that is learned is in it
+        self.average = ModelEmaV3(self.whole, decay=training.ema, exclude_buffers=True) if training.ema else None
         self.optimizer = create_optimizer_v2(
             self.groups(), opt="adamw", lr=training.lr, weight_decay=training.weight_decay
         )
+        least, first = (training.lr / 100 if rate is None else rate for rate in (training.min_lr, training.warmup_lr))
         self.schedule = CosineLRScheduler(
-            self.optimizer, t_initial=total, lr_min=training.lr / 100, warmup_t=round(training.warmup * total),
-            warmup_lr_init=training.lr / 100, t_in_epochs=False,
+            self.optimizer, t_initial=total, lr_min=least, warmup_t=round(training.warmup * total),
+            warmup_lr_init=first, t_in_epochs=False,
         )  # fmt: skip
+
+    @property
+    def share(self) -> Share:
+        """The parts of each batch that this process works through."""
+        parts = self.training.parts or 1
+        return Share(parts, tuple(range(self.world.rank, parts, self.world.size))) if parts > 1 else WHOLE
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups: the method's and the model's parameters, each with and without weight decay."""
@@ -168,27 +112,48 @@ class Trainer:
             group["params"].append(parameter)
         return list(found.values())
 
-    def step(self, number: int, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
-        """One optimizer step; the noise follows from the seed and the step's number.
+    def step(self, number: int, parts: Sequence[Pair]) -> torch.Tensor:
+        """One optimizer step; what is drawn follows from the seed, the step's number and the part's.
+
+        Args:
+            number: Of the step, from 0.
+            parts: The images and labels of those parts of the batch that are this process's.
 
         Returns:
-            The loss, a scalar on the model's device.
+            The loss over all processes, a scalar on the model's device.
+
+        Raises:
+            UserError: nothing that is learned has anything to do with the loss.
         """
-        self.seed(self.training.seed * 1_000_003 + number)
         self.schedule.step_update(number)
         self.method.trained = number / self.total
         thawed = number * self.training.epochs >= self.training.freeze_epochs * self.total
         for parameter in self.learned.values():
             parameter.requires_grad_(thawed or parameter in self.own)
+        self.optimizer.zero_grad()
+        sum_ = torch.zeros((), device=self.device)
+        for part, (images, labels) in zip(self.share.mine, parts, strict=True):
+            self.seed(self.training.seed_of(number, part))
+            sum_ += self.backward(images, labels)
+        loss = together(list(self.learned.values()), sum_, self.world)
+        self.scaler.unscale_(self.optimizer)
+        if self.training.clip is not None:
+            nn.utils.clip_grad_norm_(self.learned.values(), self.training.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.average is not None:
+            self.average.update(self.whole)
+        return loss
+
+    def backward(self, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+        """Gradients of one part of a batch, added to those that are there; the loss is its share of the batch's."""
         images = images.to(self.device, non_blocking=True)
-        with unfused(self.slow):  # the backward pass too, which runs checkpointed blocks again
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-                loss = self.loss(images, labels)
+        with unfused(self.slow), self.depth.on():  # the backward pass too, which runs checkpointed blocks again
+            with torch.autocast(self.device.type, self.half, enabled=self.half is not None):
+                loss = self.loss(images, labels) / (self.training.parts or 1)
             if not loss.requires_grad:
                 raise UserError("nothing learns: at these locations every token stays; expected a smaller keep")
-            self.optimizer.zero_grad()
-            loss.backward()
-        self.optimizer.step()
+            self.scaler.scale(loss).backward()
         return loss.detach()
 
     def seed(self, seed: int) -> None:
@@ -211,7 +176,8 @@ class Trainer:
                 raise UserError("cross-entropy needs labels, and the data has none; expected labels, or objective='kl'")
             answers = labels.to(self.device, non_blocking=True)
             logits = answer.ce_logits.float()
-            losses.append(method.ce * F.cross_entropy(logits, answers, label_smoothing=self.training.label_smoothing))
+            smoothing = self.training.label_smoothing if answers.ndim == 1 else 0.0  # mixed labels are smooth already
+            losses.append(method.ce * F.cross_entropy(logits, answers, label_smoothing=smoothing))
         extra = method.penalty(answer.tokens, None if teacher is None else teacher.tokens)
         if extra is not None:
             losses.append(extra)
@@ -219,16 +185,35 @@ class Trainer:
 
     def answers(self, images: torch.Tensor) -> tuple[Answer | None, Answer]:
         """What the unpruned model says, if anyone wants to know, and what the reduced one says."""
-        wanted, judge = bool(self.method.kl) or self.method.needs_teacher, self.backbone.judge
-        if self.base is not None:
+        if self.twice:
+            tower: Any = tower_of(self.model)
+            whole, left = tower.twice(images, self.judges, self.narrow)
             with torch.no_grad():
-                teacher = self.backbone.answer(self.base, images) if wanted else None
-            return teacher, self.backbone.answer(self.model, images)
-        tower: Any = tower_of(self.model)
-        whole, left = tower.twice(images, wanted, self.narrow)
-        with torch.no_grad():
-            teacher = None if whole is None else judge(self.model, whole)
-        return teacher, judge(self.model, left)
+                teacher = None if whole is None else self.backbone.judge(self.model, whole)
+            return teacher, self.backbone.judge(self.model, left)
+        teacher = None
+        if self.base is not None:
+            with torch.no_grad(), self.depth.off():
+                teacher = self.backbone.answer(self.base, images)
+        return teacher, self.backbone.answer(self.model, images)
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """The moving averages of what is learned, by its names; none if none are kept."""
+        if self.average is None:
+            return {}
+        return dict(zip(self.learned, self.average.module.parameters(), strict=True))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The averages take the place of what was learned, for as long as the context lasts."""
+        kept = {name: parameter.detach().clone() for name, parameter in self.learned.items()}
+        try:
+            for name, value in self.averages().items():
+                self.learned[name].data.copy_(value)
+            yield
+        finally:
+            for name, parameter in self.learned.items():
+                parameter.data.copy_(kept[name])
 
 
 @contextmanager

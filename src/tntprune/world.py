@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -46,6 +46,24 @@ class World:
     def gather(self, value: T) -> list[T]:
         """What each process gives, in the order of their numbers; in all of them."""
         return [value]
+
+    def any(self, told: bool) -> bool:
+        """Whether one of them says so; the same in all."""
+        return any(self.gather(told))
+
+    def agree(self, find: Callable[[], T]) -> T:
+        """What the main process finds, in all of them; if it finds a mistake of the user's, that is raised in all."""
+        found: T | None = None
+        mistake: UserError | None = None
+        if self.main:
+            try:
+                found = find()
+            except UserError as error:
+                mistake = error
+        found, mistake = self.gather((found, mistake))[0]
+        if mistake is not None:
+            raise mistake
+        return found  # type: ignore[return-value]
 
     def wait(self) -> None:
         """Until all are here."""

@@ -88,7 +88,7 @@ def bench(
     from tntprune.bench.run import merged
     from tntprune.data import all_photos
     from tntprune.models import check_device
-    from tntprune.trainer import MAX_SEED, check_whole
+    from tntprune.training import MAX_SEED, check_whole
 
     check_whole("workers", workers, 0)
     if threads is not None:

@@ -19,7 +19,7 @@ def demo(out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("demo"), seed
     from dataclasses import asdict
 
     from tntprune.demo import demo as run
-    from tntprune.trainer import MAX_SEED, check_whole
+    from tntprune.training import MAX_SEED, check_whole
 
     check_whole("seed", seed, 0, MAX_SEED)
     found = run(out, seed)

@@ -41,7 +41,7 @@ def evaluate(
     from tntprune.evaluate import Figures
     from tntprune.evaluate import evaluate as run
     from tntprune.reduce import is_reduced
-    from tntprune.trainer import MAX_SEED, check_whole
+    from tntprune.training import MAX_SEED, check_whole
 
     workers = default_workers() if workers is None else workers
     check_whole("batch_size", batch_size, 1)

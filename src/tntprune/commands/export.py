@@ -47,7 +47,7 @@ def export(
     from tntprune.exporters.check import check as compare
     from tntprune.exporters.export import export as write
     from tntprune.exporters.samples import chosen, read
-    from tntprune.trainer import check_whole
+    from tntprune.training import check_whole
 
     check_whole("check_size", check_size, 1)
     check_whole("calibration_size", calibration_size, 1)

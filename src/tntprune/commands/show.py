@@ -40,7 +40,7 @@ def show(
 
     from tntprune.draw import photo_maps, sheet, write_picture
     from tntprune.reduce import is_reduced
-    from tntprune.trainer import MAX_SEED, check_whole
+    from tntprune.training import MAX_SEED, check_whole
 
     check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)

@@ -47,11 +47,12 @@ def train(
     from tntprune.reduce import device_of, reduce_
     from tntprune.runs import train_run
     from tntprune.train import needs_labels, photo_source
-    from tntprune.trainer import Training
+    from tntprune.training import Training
 
     training = Training(
-        epochs, batch_size, lr, backbone_lr, freeze_epochs, weight_decay, label_smoothing, warmup, seed, amp
-    )
+        epochs=epochs, batch_size=batch_size, lr=lr, backbone_lr=backbone_lr, freeze_epochs=freeze_epochs,
+        weight_decay=weight_decay, label_smoothing=label_smoothing, warmup=warmup, seed=seed, amp=amp,
+    )  # fmt: skip
     config = config_from(method, reduction)
     built = reduce_(load(model, weights, device, img_size), config)
     training = training.on(device_of(built))

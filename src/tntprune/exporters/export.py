@@ -23,7 +23,7 @@ from tntprune.exporters.base import INPUT, LOGITS, DType, Format, Job, Runner, f
 from tntprune.exporters.graph import capture, exportable
 from tntprune.exporters.samples import as_tensor, preprocessing
 from tntprune.storage import make_folder, write
-from tntprune.trainer import check_whole
+from tntprune.training import check_whole
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""The state of a training between two steps, in one file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as to_bytes
+
+from tntprune.errors import UserError
+from tntprune.storage import read_metadata, read_weights, write
+from tntprune.trainer import Trainer
+
+STATE = "checkpoint.safetensors"
+VALUE, EMA = "value", "ema"  # beside the names that the optimizer has for what it keeps of a parameter
+
+
+def save_state(path: Path, trainer: Trainer, step: int, options: dict[str, Any], notes: dict[str, Any]) -> None:
+    """Write what is learned, its averages, the optimizer's state and the loss scale.
+
+    Args:
+        path: Of the file.
+        trainer: Whose state it is.
+        step: Steps that are done.
+        options: Of the training, to compare with those of a resumed one.
+        notes: Whatever else a resumed training has to know, as JSON.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    tensors: dict[str, torch.Tensor] = {f"{VALUE}/{name}": value for name, value in trainer.learned.items()}
+    tensors |= {f"{EMA}/{name}": value for name, value in trainer.averages().items()}
+    for name, parameter in trainer.learned.items():
+        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            tensors[f"{key}/{name}"] = value
+    about = {
+        "step": str(step),
+        "options": json.dumps(options),
+        "scaler": json.dumps(trainer.scaler.state_dict()),
+        "notes": json.dumps(notes),
+    }
+    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    write(path, to_bytes(plain, metadata=about))
+
+
+def load_state(path: Path, trainer: Trainer) -> dict[str, Any]:
+    """Put a state into a trainer of the same training, in every process.
+
+    Returns:
+        The notes.
+
+    Raises:
+        UserError: it is broken or of another model.
+    """
+    tensors, about = read_weights(path), read_metadata(path)
+    kinds: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in tensors.items():
+        kind, _, name = key.partition("/")
+        kinds.setdefault(kind, {})[name] = value
+    values, averages = kinds.pop(VALUE, {}), kinds.pop(EMA, {})
+    shapes = {name: parameter.shape for name, parameter in trainer.learned.items()}
+    if shapes != {name: value.shape for name, value in values.items()} or set(averages) != set(trainer.averages()):
+        odd = min(set(shapes) ^ set(values), default="a shape")
+        raise UserError(f"{path}: does not fit the model ({odd}); expected the state of the same training")
+    for name, parameter in trainer.learned.items():
+        parameter.data.copy_(values[name])
+        state = {kind: named[name] for kind, named in kinds.items() if name in named}
+        if state:  # none before the first step that changes it
+            trainer.optimizer.state[parameter] = {
+                kind: value.to("cpu" if kind == "step" else parameter.device) for kind, value in state.items()
+            }
+    for name, value in trainer.averages().items():
+        value.data.copy_(averages[name])
+    scaler = json.loads(about.get("scaler", "{}"))
+    if scaler:
+        trainer.scaler.load_state_dict(scaler)
+    notes: dict[str, Any] = json.loads(about.get("notes", "{}"))
+    return notes

@@ -1,0 +1,129 @@
+"""The options of a training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from tntprune.errors import UsageError
+
+MAX_SEED = 2**32 - 1  # times a million and the step's number it is still below 2**53
+MAX_PARTS = 512  # and with a part's number above that, it fits torch's 64 bits
+
+
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Refuse what is not a whole number in a range.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        limits = f"{least} or larger" if most is None else f"{least} to {most}"
+        raise UsageError(f"{name}={value}: expected a whole number, {limits}")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How to train. AdamW with linear warm-up and a cosine, step by step, all timm's.
+
+    Args:
+        epochs: Passes over the data.
+        batch_size: Images a step, over all processes.
+        parts: Equal parts that a step's batch is worked through in, one after another or by several processes at the
+            same time; the result is the same. None: as many as there are processes. More parts need less memory.
+        lr: Peak learning rate of what the method learns.
+        backbone_lr: Peak learning rate of the model itself; 0 keeps it frozen.
+        freeze_epochs: Epochs for which the model is kept frozen all the same.
+        weight_decay: AdamW's, on weights and not on biases.
+        label_smoothing: Of the cross-entropy, from 0 to below 1; the authors' is 0.1.
+        warmup: Share of the steps in which the rate rises.
+        warmup_lr: Where it rises from; None is a hundredth of `lr`.
+        min_lr: Where it ends; None is a hundredth of `lr`.
+        clip: The largest norm of all gradients together, above 0; longer ones are shortened to it. None: no limit.
+        ema: Decay of the moving average of what is learned, kept beside it; 0 keeps none. The authors' is 0.99996.
+        drop_path: Rate at which the last block is left out for an image, in training only; it rises from 0 at the first
+            block (stochastic depth). Also on a frozen model, as the authors have it, with 0.1.
+        seed: Of the order, the augmentation and the noise.
+        amp: "bf16" and "fp16" run the model in half precision under autocast, and scores, losses and scorers stay in
+            fp32; with "fp16" the loss is scaled, as gradients would be lost otherwise. "none" runs all in fp32; "auto"
+            is "bf16" where the device has instructions for it (AMX, or a CUDA device that says so).
+    """
+
+    epochs: int = 5
+    batch_size: int = 16
+    parts: int | None = None
+    lr: float = 0.01
+    backbone_lr: float = 0.0
+    freeze_epochs: int = 0
+    weight_decay: float = 0.0
+    label_smoothing: float = 0.0
+    warmup: float = 0.1
+    warmup_lr: float | None = None
+    min_lr: float | None = None
+    clip: float | None = None
+    ema: float = 0.0
+    drop_path: float = 0.0
+    seed: int = 0
+    amp: Literal["auto", "none", "bf16", "fp16"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_whole("epochs", self.epochs, 1)
+        check_whole("batch_size", self.batch_size, 1)
+        if self.parts is not None:
+            check_whole("parts", self.parts, 1, MAX_PARTS)
+            if self.batch_size % self.parts:
+                raise UsageError(f"parts={self.parts}: batch_size={self.batch_size} is no multiple of it")
+        check_whole("seed", self.seed, 0, MAX_SEED)
+        check_whole("freeze_epochs", self.freeze_epochs, 0)
+        if self.freeze_epochs >= self.epochs:
+            raise UsageError(f"freeze_epochs={self.freeze_epochs}: expected fewer than the {self.epochs} epochs")
+        optional = ("warmup_lr", "min_lr", "clip")
+        for name in ("lr", "backbone_lr", "weight_decay", "warmup", "label_smoothing", "ema", "drop_path", *optional):
+            value = getattr(self, name)
+            if name in optional and value is None:
+                continue
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise UsageError(f"{name}={value}: expected a number")
+        for name in ("lr", "clip"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UsageError(f"{name}={value}: expected {'a rate' if name == 'lr' else 'a norm'} above 0")
+        for name in ("weight_decay", "backbone_lr", "warmup_lr", "min_lr"):
+            if (getattr(self, name) or 0) < 0:
+                raise UsageError(f"{name}={getattr(self, name)}: expected 0 or more")
+        for name in ("warmup", "label_smoothing", "ema", "drop_path"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)}: expected a share from 0 to below 1")
+        if self.amp not in ("auto", "none", "bf16", "fp16"):
+            raise UsageError(f"amp={self.amp!r}: expected 'auto', 'none', 'bf16' or 'fp16'")
+
+    def on(self, device: torch.device, processes: int = 1) -> Training:
+        """The same, with what was left open decided for a device and a number of processes.
+
+        Raises:
+            UsageError: the parts cannot be shared evenly among so many processes.
+        """
+        parts = processes if self.parts is None else self.parts
+        if parts % processes:
+            raise UsageError(f"parts={parts}: expected a multiple of the {processes} processes")
+        amp = self.amp
+        if amp == "auto":
+            amp = "bf16" if bf16_is_native(device) else "none"
+        return replace(self, amp=amp, parts=parts)
+
+    def seed_of(self, step: int, part: int) -> int:
+        """What one part of one step draws from, whoever works it through."""
+        return self.seed * 1_000_003 + step + (part << 53)
+
+
+def bf16_is_native(device: torch.device) -> bool:
+    """Whether a device multiplies matrices in bfloat16 faster than in fp32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):  # torch newer than 2.10
+        return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    return False
