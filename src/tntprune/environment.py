@@ -12,13 +12,19 @@ import torch
 
 def stamp(device: torch.device | str = "cpu") -> str:
     """Processor or accelerator, threads, versions and date, in one line."""
+    return "; ".join(surroundings(device).values())
+
+
+def surroundings(device: torch.device | str = "cpu") -> dict[str, str]:
+    """Hardware, versions and date by these names."""
     device = torch.device(device)
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
         hardware = f"{processor()}, {torch.get_num_threads()} threads"
     versions = ", ".join(f"{name} {version(name)}" for name in ("tntprune", "torch", "timm"))
-    return f"{hardware}; {versions}, Python {platform.python_version()}; {date.today().isoformat()}"
+    versions += f", Python {platform.python_version()}"
+    return {"hardware": hardware, "versions": versions, "date": date.today().isoformat()}
 
 
 def processor() -> str:

@@ -1,0 +1,190 @@
+"""What is asked of a sweep: one setting of one model, and how tables call it."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tntprune.checkpoint import WEIGHTS, load_, made_by, read
+from tntprune.config import Combination, Config, options
+from tntprune.errors import UsageError, UserError
+from tntprune.reduce import reduce_, reduction_of, twin_of
+
+NAMES = {
+    "tnt": "TNT", "random": "random drop", "topk": "Top-K", "evit": "EViT", "dynamicvit": "DynamicViT",
+    "tome": "ToMe", "zerotprune": "Zero-TPrune", "ats": "ATS", "avit": "A-ViT", "evovit": "Evo-ViT",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """One setting.
+
+    Args:
+        model: The name that our commands take.
+        config: What removes tokens; None is the unpruned model, or with `reducer` what was saved, as it was saved.
+        reducer: A folder with a saved reduction. It is put on with the options of `config`, but for those that what
+            was learned depends on.
+        name: Of its line in tables and figures; "" is the method's own.
+        scheme: "unpruned", "single" or "multi"; "" is what the number of locations says.
+    """
+
+    model: str
+    config: Config | None
+    reducer: Path | None = None
+    name: str = ""
+    scheme: str = ""
+
+
+def name_of(config: Config | None, tuned: bool = False) -> str:
+    """How tables call a setting that has no name of its own.
+
+    Args:
+        config: What removes tokens, or None.
+        tuned: Whether the model was trained with it.
+    """
+    if config is None:
+        return "unpruned"
+    if isinstance(config, Combination):
+        return " then ".join(name_of(part) for part in config.parts) + (", fine-tuned" if tuned else "")
+    words = [NAMES.get(config.method, config.method)]
+    if getattr(config, "recipe", "") == "paper":
+        words.append("paper's recipe")
+    if getattr(config, "scorer", "") == "mlp":
+        words.append("MLP")
+    return ", ".join([*words, *(["fine-tuned"] if tuned else [])])
+
+
+def scheme_of(config: Config | None, depth: int) -> str:
+    """Whether tokens go nowhere, at one location, or at several."""
+    if config is None:
+        return "unpruned"
+    parts = config.parts if isinstance(config, Combination) else (config,)
+    return "single" if sum(len(part.blocks(depth)) for part in parts) == 1 else "multi"
+
+
+class Saved:
+    """A saved reduction, read once.
+
+    Args:
+        folder: Where it is.
+
+    Raises:
+        UserError: nothing is there, or it is broken or not a reduction.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.exists():
+            raise UserError(f"{folder}: no such folder; expected one that tntprune train or tntprune.save wrote")
+        self.given, self.folder = folder, folder.absolute()  # a relative name may also be that of a repository
+        self.config, self.tensors, self.path = read(self.folder)
+        self.tuned = made_by(self.path)[1]  # whether the model was trained with it
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the file, and of the weights beside it."""
+        files = [self.path, self.path.parent / WEIGHTS] if self.tuned else [self.path]
+        return digest(*files)
+
+    def changes(self, config: Config | None) -> dict[str, Any]:
+        """The options of a config that a saved reduction can be given: all but those that were learned.
+
+        Raises:
+            UsageError: the config is of another method.
+        """
+        if config is None:
+            return {}
+        if config.method != self.config.method:
+            raise UsageError(
+                f"{self.given} holds {self.config.method}, given the options of {config.method}; expected those of "
+                "the same method"
+            )
+        if isinstance(config, Combination):
+            return {}
+        own = options(type(config))
+        return {name: getattr(config, name) for name, entry in own.items() if not entry.metadata["learned"]}
+
+    def with_(self, config: Config | None) -> Config:
+        """What is run: the saved config, with the options of another one."""
+        changed: Config = self.config.changed(**self.changes(config))
+        return changed
+
+    def check(self, shape: nn.Module) -> None:
+        """Refuse a reduction that was made for another model.
+
+        Args:
+            shape: The model, with weights or without.
+
+        Raises:
+            UserError: it does not fit.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # nothing can be put into a model without weights
+            load_(twin_of(shape), self.folder)
+
+    def fits(self, method: nn.Module) -> None:
+        """Refuse locations for which nothing was learned.
+
+        Raises:
+            UserError: there are such.
+        """
+        if missing := sorted(set(method.state_dict()) - set(self.tensors)):
+            raise UserError(f"{self.path}: has nothing for {missing[0]}; expected locations that it was trained for")
+
+
+def shaped(shape: nn.Module, config: Config | None, saved: Saved | None) -> nn.Module:
+    """What a setting is to be, on a model without weights: for what it costs, and to refuse what cannot be.
+
+    Raises:
+        UserError: the model cannot take it, or it has to be trained first.
+    """
+    if config is None:
+        return twin_of(shape)
+    if saved is None and (untrained := _untrained(config)):
+        raise UserError(f"{untrained} has to be trained first; expected a reducer, made by tntprune train")
+    reduced = reduce_(twin_of(shape), config)
+    if saved is not None:
+        saved.fits(reduction_of(reduced))
+    return reduced
+
+
+def built(model: nn.Module, host: nn.Module, config: Config | None, saved: Saved | None) -> nn.Module:
+    """The model of a setting, which shares the weights of the model that it is put on.
+
+    Args:
+        model: The unpruned model.
+        host: A model that takes what was saved, weights and all; the unpruned one where they were not trained.
+        config: What removes tokens; None is the unpruned model.
+        saved: What was learned.
+    """
+    if saved is not None:
+        return load_(twin_of(host), saved.folder, **saved.changes(config))
+    return model if config is None else reduce_(twin_of(model), config)
+
+
+def _untrained(config: Config) -> str | None:
+    parts = config.parts if isinstance(config, Combination) else (config,)
+    return next((part.method for part in parts if part.must_train), None)
+
+
+def digest(*files: Path) -> str:
+    """SHA-256 of files, one after another.
+
+    Raises:
+        UserError: one cannot be read.
+    """
+    found = hashlib.sha256()
+    for file in files:
+        try:
+            with open(file, "rb") as opened:
+                while part := opened.read(1 << 20):
+                    found.update(part)
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror}); expected a file") from None
+    return found.hexdigest()
