@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from conftest import make, photos_for
-from tntprune import TNT, Random, UserError, calibrate_, reduce_
-from tntprune.draw import COLOUR, ORIGINAL, VEIL, curve, kept_maps, photo_maps, sheet, to_pixels, veiled
+from tntprune import TNT, Random, calibrate_, reduce_
+from tntprune.draw import COLOUR, ORIGINAL, VEIL, kept_maps, photo_maps, sheet, to_pixels, veiled
 from tntprune.reduce import reduction_of
 
 
@@ -82,20 +82,6 @@ def test_a_sheet_has_a_row_for_each_photo_and_a_column_for_each_block(tmp_path):
     alone = Image.open(io.BytesIO(sheet(maps[:1], ["one"])))
     assert picture.format == "PNG" and picture.width == alone.width and picture.height > 1.7 * alone.height
     assert picture.width > 900
-
-
-def test_a_curve_is_a_picture_in_either_form():
-    lines = {"a": [(2.0, 50.0), (1.0, 40.0)], "b": [(1.0, 30.0)]}
-    assert Image.open(io.BytesIO(curve(lines, (3.0, 60.0), "cost", "right", "png"))).format == "PNG"
-    assert b"<svg" in curve(lines, (3.0, 60.0), "cost", "right", "svg")
-
-
-def test_without_matplotlib_one_line_says_what_to_install(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"pip install 'tntprune\[plot\]'"):
-        curve({"a": [(1.0, 1.0)]}, (1.0, 1.0), "x", "y", "png")
 
 
 def test_after_a_sheet_the_model_can_still_be_trained():

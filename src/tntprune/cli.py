@@ -14,7 +14,7 @@ from typing import Any
 import tyro
 
 from tntprune import __version__, console
-from tntprune.commands import bench, demo, evaluate, export, info, macs, paper, push, show, train
+from tntprune.commands import bench, demo, evaluate, export, info, macs, paper, push, report, show, train
 from tntprune.errors import UserError
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -26,6 +26,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "show": show.show,
     "bench": bench.bench,
     "paper": paper.paper,
+    "report": report.report,
     "export": export.export,
     "push": push.push,
 }

@@ -9,14 +9,16 @@ from typing import Any
 
 from tqdm import tqdm
 
+from tntprune.canvas import blank
 from tntprune.config import TNT, Config, Random
 from tntprune.digits import cluttered_digits
 from tntprune.digits_vit import digits_vit
-from tntprune.draw import ORIGINAL, curve, kept_maps, pyplot, sheet
+from tntprune.draw import ORIGINAL, kept_maps, sheet
 from tntprune.environment import stamp
 from tntprune.evaluate import Figures, measure
 from tntprune.reduce import reduce_, reduction_of
 from tntprune.report import page, picture, table
+from tntprune.report.figures import curve
 from tntprune.storage import make_folder, write
 from tntprune.train import calibrate_
 
@@ -83,7 +85,7 @@ def demo(out: Path, seed: int = 0, progress: bool = True) -> Demo:
         UserError: an extra is not installed, or the folder cannot be written.
     """
     make_folder(out)  # a read-only disk is told now and not in two minutes; so is what is not installed
-    pyplot()
+    blank(1, 1)
     images, labels = cluttered_digits("train", copies=2, seed=seed)
     held_out, answers = cluttered_digits("test", copies=2, seed=seed + 1)
     model = digits_vit()

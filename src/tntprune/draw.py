@@ -1,19 +1,18 @@
-"""Pictures of what is kept, and curves of what it costs."""
+"""Pictures of what is kept."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from tntprune.backbones.base import find_backbone, tower_of
+from tntprune.canvas import blank, finished
 from tntprune.data import input_mode, transform_for
-from tntprune.errors import UserError
 from tntprune.images import read_image
 from tntprune.reduce import device_of, inherit, reduce_, reduction_of
 from tntprune.storage import make_folder, write
@@ -112,13 +111,11 @@ def photo_maps(model: nn.Module, photos: Sequence[Path], each: bool = False) -> 
 
 def sheet(pictures: list[dict[str, Pixels]], titles: Sequence[str] | None = None) -> bytes:
     """Pictures in a grid, one row an image and one column a caption, as a PNG."""
-    plt = pyplot()
     captions = list(pictures[0])
     rows, columns = len(pictures), len(captions)
     tall = pictures[0][ORIGINAL].shape[0] / pictures[0][ORIGINAL].shape[1]
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(2.2 * columns, (2.2 * tall + 0.06) * rows + 0.3), squeeze=False, layout="constrained"
-    )
+    figure = blank(2.2 * columns, (2.2 * tall + 0.06) * rows + 0.3)
+    axes = figure.subplots(rows, columns, squeeze=False)
     for row, picture in enumerate(pictures):
         for column, caption in enumerate(captions):
             axis = axes[row][column]
@@ -132,32 +129,7 @@ def sheet(pictures: list[dict[str, Pixels]], titles: Sequence[str] | None = None
                 axis.set_title(caption, fontsize=10)
             if column == 0 and titles is not None:
                 axis.set_ylabel(titles[row], fontsize=9)
-    return _finish(figure, "png")
-
-
-def curve(
-    lines: dict[str, list[tuple[float, float]]], base: tuple[float, float], x: str, y: str, form: Literal["png", "svg"]
-) -> bytes:
-    """One line a method over a cost, the unpruned model as a dashed one.
-
-    Args:
-        lines: Points (cost, accuracy) by name.
-        base: The unpruned model's point.
-        x: What the cost is.
-        y: What the accuracy is.
-        form: Of the file.
-    """
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
-    axis.axhline(base[1], color="#888888", linestyle="--", linewidth=1, label="unpruned")
-    for (name, points), marker in zip(lines.items(), "os^Dv*", strict=False):
-        axis.plot(*zip(*sorted(points), strict=True), marker=marker, markersize=5, label=name)
-    axis.set_xlabel(x)
-    axis.set_ylabel(y)
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, loc="lower right")
-    return _finish(figure, form)
+    return finished(figure, "png")
 
 
 def write_picture(path: Path, data: bytes) -> None:
@@ -168,26 +140,3 @@ def write_picture(path: Path, data: bytes) -> None:
     """
     make_folder(path.parent)
     write(path, data)
-
-
-def pyplot() -> Any:
-    """matplotlib's pyplot, drawing to memory.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("pictures need matplotlib; install it with: pip install 'tntprune[plot]'") from None
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _finish(figure: Any, form: str) -> bytes:
-    out = io.BytesIO()
-    figure.savefig(out, format=form, dpi=150)
-    pyplot().close(figure)
-    return out.getvalue()

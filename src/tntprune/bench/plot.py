@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any
 
 from tntprune.bench.curve import Point
 from tntprune.bench.rows import Row
+from tntprune.canvas import COLOURS, blank, finished
 from tntprune.errors import UserError
 from tntprune.storage import write
 
 SHAPES = {"unpruned": "s", "oracle": "_", "random": "x"}
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # told apart by everybody
 
 
 def plot(path: Path, rows: Sequence[Row], points: Sequence[Point], title: str, stamp: str) -> None:
@@ -30,18 +29,14 @@ def plot(path: Path, rows: Sequence[Row], points: Sequence[Point], title: str, s
     Raises:
         UserError: matplotlib is missing, the name's ending is of no picture, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("a plot needs matplotlib; install it with: pip install 'tntprune[plot]'") from None
-    kind = path.suffix[1:].lower()
+    kind: Any = path.suffix[1:].lower()
     if kind not in ("png", "svg", "pdf"):
         raise UserError(f"{path}: a picture of kind {kind or 'none'}; expected .png, .svg or .pdf")
     groups = [list(group) for _, group in groupby(rows, key=lambda row: (row.batch, row.dtype, row.device))]
     panels = len(groups) + bool(points)
     columns = min(3, panels)
     lines = -(-panels // columns)
-    figure = Figure(figsize=(4.6 * columns, 4.2 * lines + 0.6), layout="constrained")
+    figure = blank(4.6 * columns, 4.2 * lines + 0.6)
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
     for axis, group in zip(axes, groups, strict=False):
         _speedups(axis, group)
@@ -57,9 +52,7 @@ def plot(path: Path, rows: Sequence[Row], points: Sequence[Point], title: str, s
         title=stamp, title_fontsize=7,
     )  # fmt: skip
     figure.suptitle(title)
-    out = io.BytesIO()
-    figure.savefig(out, format=kind, dpi=150)
-    write(path, out.getvalue())
+    write(path, finished(figure, kind))
 
 
 def _speedups(axis: Any, rows: Sequence[Row]) -> None:

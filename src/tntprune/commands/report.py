@@ -1,0 +1,111 @@
+"""`tntprune report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from tntprune.console import Device, Json, Weights, load, tell
+from tntprune.errors import UsageError, UserError
+
+if TYPE_CHECKING:
+    from tntprune.results import Row
+
+BLOCKS = (1, 2, 3, 4, 5)  # of the paper's token maps
+KEEP = 0.5
+
+
+def report(
+    results: tyro.conf.Positional[tuple[Path, ...]],
+    out: Annotated[Path, tyro.conf.arg(metavar="HTML")] = Path("report.html"),
+    figures: Annotated[
+        Path | None, tyro.conf.arg(metavar="DIR", help="write each figure here too", help_behavior_hint="")
+    ] = None,
+    title: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "Token pruning: results",
+    maps: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PNG...", help_behavior_hint="")] = (),
+    photos: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PHOTO...", help_behavior_hint="")] = (),
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = None,
+    weights: Weights = None,
+    reducer: Annotated[str | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="")] = None,
+    device: Device = "cpu",
+    json: Json = False,
+) -> int:
+    """Curves, tables and token maps of measured settings in one self-contained page.
+
+    Rows of several files are put together. Those that cannot be compared, because images, precision or batch size
+    differ, are shown apart.
+
+    Args:
+        results: Files that `tntprune sweep` wrote, with the unpruned model of each backbone among their rows.
+        out: The page to write.
+        figures: Write every figure as PNG and SVG to this folder too.
+        title: Of the page.
+        maps: Pictures of token maps to show, made by `tntprune show`; a file's name is its caption.
+        photos: Photos to make token maps of, with --model and --reducer: half the tokens dropped after each of the
+            blocks 1 to 5, each on its own, as in the paper's figure.
+        model: Of the token maps.
+        reducer: Of the token maps: a folder made by train, a Hub id, or pretrained.
+    """
+    from tntprune.report.build import build
+    from tntprune.report.build import figures as all_figures
+    from tntprune.storage import make_folder, write
+
+    if not results:
+        raise UsageError("no results given; expected one or more files that tntprune sweep wrote")
+    if bool(photos) != bool(model and reducer):
+        raise UsageError("token maps need --photos, --model and --reducer; expected all of them, or none")
+    rows = [row for path in results for row in _rows(path)]
+    rows = list({row.setting.key: row for row in rows}.values())
+    drawn = [(path.stem.replace("_", " ").replace("-", " "), _bytes(path)) for path in maps]
+    if model and reducer:
+        drawn.append(_maps(model, weights, reducer, photos, device))
+    lead = f"{len(rows)} settings from {', '.join(path.name for path in results)}."
+    made = build(rows, title, lead, drawn)
+    written = []
+    if figures is not None:
+        make_folder(figures)
+        for name, draw in all_figures(rows):
+            for form in ("png", "svg"):
+                written.append(str(figures / f"{name}.{form}"))
+                write(figures / f"{name}.{form}", draw(form))
+    make_folder(out.parent)
+    write(out, made.encode())
+    told = f"{len(rows)} rows: {out}" + (f", and {len(written)} figures in {figures}" if figures else "")
+    tell(json, {"report": str(out), "figures": written, "rows": len(rows)}, told)
+    return 0
+
+
+def _rows(path: Path) -> list[Row]:
+    from tntprune.ledger import Ledger
+
+    if not path.is_file():
+        raise UserError(
+            f"{path}: {'not a file' if path.exists() else 'no such file'}; expected what tntprune sweep wrote"
+        )
+    rows = Ledger(path).rows()
+    if not rows:
+        raise UserError(f"{path}: no row in it; expected what tntprune sweep wrote")
+    return list(rows.values())
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a picture") from None
+
+
+def _maps(model: str, weights: Path | None, reducer: str, photos: tuple[Path, ...], device: str) -> tuple[str, bytes]:
+    """The paper's figure of token maps: its caption and a PNG."""
+    from tntprune.checkpoint import load_
+    from tntprune.draw import photo_maps, sheet
+
+    built = load_(load(model, weights, device), reducer, at=BLOCKS, keep=KEEP)
+    maps = photo_maps(built, photos, each=True)
+    caption = (
+        f"{model} with {reducer}: what stays (clear) and what is dropped (veiled) of each photo where half of the "
+        "tokens go after one block; each column is a block on its own."
+    )
+    return caption, sheet(maps, [path.stem[:24] for path in photos])

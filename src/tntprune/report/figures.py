@@ -1,0 +1,157 @@
+"""Accuracy against cost: the paper's two rows of plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tntprune.canvas import Form, Look, blank, finished, looks
+from tntprune.report.groups import SCHEMES, Backbone, grouped, line_names
+from tntprune.results import Row
+
+GREY = "#777777"
+Point = tuple[float, float]
+
+
+def curve(lines: Mapping[str, Sequence[Point]], base: Point, x: str, y: str, form: Form) -> bytes:
+    """One line a name over a cost, the unpruned model as a dashed one.
+
+    Args:
+        lines: Points (cost, accuracy) by name.
+        base: The unpruned model's point.
+        x: What the cost is.
+        y: What the accuracy is.
+        form: Of the file.
+    """
+    figure = blank(6.4, 4.0)
+    axis = figure.subplots()
+    _panel(axis, lines, base, looks(lines))
+    axis.set(xlabel=x, ylabel=y)
+    axis.legend(frameon=False, loc="lower right")
+    return finished(figure, form)
+
+
+def curves(
+    rows: Iterable[Row],
+    scheme: str,
+    form: Form = "png",
+    styles: Mapping[str, Look] | None = None,
+    narrow: bool = False,
+) -> bytes:
+    """Top-1 against multiply-accumulates (top) and images/s (bottom), one column a backbone.
+
+    Args:
+        rows: With the unpruned model of each backbone; all of the same images, precision and batch size.
+        scheme: "single" or "multi": the rows that are drawn.
+        form: Of the file.
+        styles: The look of each line, to have the same one in several figures; `canvas.looks` of the names if None.
+        narrow: All plots below each other, for a phone.
+
+    Raises:
+        ValueError: rows that cannot be compared are mixed.
+        UserError: there is no row, or no unpruned one.
+    """
+    groups = grouped(rows)
+    if len(groups) > 1:
+        raise ValueError(f"rows of {len(groups)} kinds in one figure: {'; '.join(group.label for group in groups)}")
+    styles = looks(line_names(groups)) if styles is None else styles
+    return _drawn(groups[0].backbones, scheme, form, styles, narrow)
+
+
+def _drawn(backbones: Sequence[Backbone], scheme: str, form: Form, styles: Mapping[str, Look], narrow: bool) -> bytes:
+    columns = len(backbones)
+    wide = {1: 6.4, 2: 4.7}.get(columns, 3.35)
+    size, shape = ((4.2, 3.3 * columns * 2), (columns * 2, 1)) if narrow else ((wide * columns, 6.4), (2, columns))
+    shown = [name for name in styles if any(name in backbone.lines(scheme) for backbone in backbones)]
+    across = 2 if narrow else min(5, int(size[0] // 1.9))
+    legend_rows = -(-(len(shown) + 1) // across)
+    figure = blank(size[0], size[1] + 0.2 * legend_rows)
+    axes = figure.subplots(*shape, squeeze=False)
+    for number, backbone in enumerate(backbones):
+        upper, lower = (axes[2 * number][0], axes[2 * number + 1][0]) if narrow else axes[:, number]
+        lines = backbone.lines(scheme)
+        scale, unit = scale_of(backbone.base.macs)
+        _fill(upper, lines, backbone.base, styles, partial(_work, scale), unit)
+        _fill(lower, lines, backbone.base, styles, _speed, "images/s")
+        upper.set_title(backbone.label, fontsize=10 if columns < 3 or narrow else 9)
+        for axis in (upper, lower):
+            if narrow or number == 0:
+                axis.set_ylabel("top-1, %")
+    handles: dict[str, Any] = {}
+    for axis in axes.flatten():
+        handles.update({label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)})
+    keys = [name for name in ("unpruned", *shown) if name in handles]
+    figure.legend(
+        [handles[key] for key in keys], keys, loc="outside lower center", ncols=min(across, len(keys)),
+        frameon=False, fontsize=8.5, handlelength=3.2, columnspacing=1.4,
+    )  # fmt: skip
+    return finished(figure, form)
+
+
+def _work(scale: float, row: Row) -> float | None:
+    return row.macs / scale
+
+
+def _speed(row: Row) -> float | None:
+    return row.images_per_s
+
+
+def _fill(
+    axis: Any,
+    lines: Mapping[str, Sequence[Row]],
+    base: Row,
+    styles: Mapping[str, Look],
+    cost: Callable[[Row], float | None],
+    unit: str,
+) -> None:
+    """One plot; where the cost of no row is known, the words that say so."""
+    points: dict[str, list[Point]] = {}
+    missing = 0
+    for name, rows in lines.items():
+        for row in rows:
+            spent = cost(row)
+            missing += spent is None
+            if spent is not None:
+                points.setdefault(name, []).append((spent, row.top1))
+    axis.set_xlabel(unit)
+    if not points:
+        words = "speed was not measured" if lines else "no rows"
+        axis.text(0.5, 0.5, words, transform=axis.transAxes, ha="center", va="center", color=GREY, fontsize=10)
+        axis.set(xticks=[], yticks=[])
+        axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
+        return
+    spent = cost(base)
+    _panel(axis, points, (float("nan") if spent is None else spent, base.top1), styles)
+    if missing:
+        words = f"{missing} of {missing + sum(map(len, points.values()))} settings have no speed"
+        axis.set_title(words, fontsize=8, color=GREY)
+
+
+def _panel(axis: Any, lines: Mapping[str, Sequence[Point]], base: Point, styles: Mapping[str, Look]) -> None:
+    axis.axhline(base[1], color=GREY, linestyle=(0, (7, 3)), linewidth=1, zorder=1)
+    axis.plot(*base, "*", color=GREY, markersize=10, zorder=1.5, linestyle=(0, (7, 3)), linewidth=1, label="unpruned")
+    for name, points in lines.items():
+        axis.plot(*zip(*sorted(points), strict=True), label=name, **styles[name].options())
+    axis.grid(alpha=0.25, linewidth=0.6)
+    axis.tick_params(labelsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def scale_of(macs: int) -> tuple[float, str]:
+    """What to divide multiply-accumulates by, and the unit: millions where the unpruned model has few."""
+    return (1e9, "GMACs") if macs >= 1e8 else (1e6, "MMACs")
+
+
+def described_curves(backbones: Sequence[Backbone], scheme: str) -> str:
+    """What `curves` shows, for those who cannot see it."""
+    parts = []
+    for backbone in backbones:
+        scale, unit = scale_of(backbone.base.macs)
+        lines = [
+            f"{name} from {rows[0].top1:.1f} % at {rows[0].macs / scale:.2f} to {rows[-1].top1:.1f} % at "
+            f"{rows[-1].macs / scale:.2f} {unit}"
+            for name, rows in backbone.lines(scheme).items()
+        ]
+        parts.append(f"{backbone.label}, unpruned {backbone.base.top1:.1f} %: {'; '.join(lines)}")
+    return f"Top-1 against multiply-accumulates and images/s, {SCHEMES[scheme]}. {'. '.join(parts)}."
