@@ -1,42 +1,22 @@
-"""Where training gets its batches from: tensors, a folder of photos, or a loader of the user's."""
+"""Where training gets its batches from: tensors, photos, or a loader of the user's."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader
 
-from tntprune.data import Photos, collate
+from tntprune.data import Photos
 from tntprune.errors import UsageError, UserError
+from tntprune.loading import WHOLE as WHOLE
+from tntprune.loading import Keys, StreamKeys, chosen, load
+from tntprune.loading import Share as Share
+from tntprune.loading import ignore_interrupts as ignore_interrupts
 from tntprune.mixing import Mixer, check_even
-
-T = TypeVar("T")
+from tntprune.streams import Stream
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
-
-
-class Share(NamedTuple):
-    """What one process works through of each step's batch.
-
-    Args:
-        parts: Equal parts that a batch is cut into. What is in a part, and what is drawn for it, depends on its number
-            alone, and not on the process that works it through.
-        mine: The numbers of this process's.
-    """
-
-    parts: int = 1
-    mine: tuple[int, ...] = (0,)
-
-    def cut(self, items: list[T], part: int) -> list[T]:
-        """A part of a batch; neighbours go to different parts."""
-        return items[part :: self.parts]
-
-
-WHOLE = Share()
 
 
 class Source(Protocol):
@@ -66,25 +46,6 @@ def check_share(count: int, batch: int, share: Share, mixer: Mixer | None = None
         raise UserError(f"batch_size={batch} in {share.parts} parts, and only {count} images; expected a smaller batch")
     if mixer is not None:
         check_even(min(batch, count) // share.parts)
-
-
-def chosen(count: int, batch: int, seed: int, step: int, repeats: int = 1) -> tuple[int, list[int], list[int]]:
-    """The epoch of a step, the positions of its batch, and for each which copy of the image it is.
-
-    Each epoch has a new order, in which an image comes `repeats` times in succession, as in timm's `RepeatAugSampler`;
-    it ends after as many images as there are, without the last, smaller batch.
-    """
-    per_epoch = max(1, count // batch)
-    epoch, turn = divmod(step, per_epoch)
-    places = torch.arange(turn * batch, min((turn + 1) * batch, count))
-    positions = order(count, seed, epoch)[places // repeats]
-    return epoch, positions.tolist(), (places % repeats).tolist()
-
-
-@lru_cache(maxsize=1)  # an epoch has many steps
-def order(count: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order (count,) in which an epoch goes through the images."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 class TensorSource:
@@ -121,7 +82,7 @@ class TensorSource:
 
 
 class PhotoSource:
-    """Photos read by worker processes.
+    """Photos read by worker processes, at hand or one after another from a stream.
 
     Args:
         photos: What to read.
@@ -151,43 +112,16 @@ class PhotoSource:
 
     def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
         check_share(len(self.photos), self.batch, share, self.mixer)
+        steps = (self.batch, self.seed, first, last, share, self.repeats)
+        found = self.photos.photos
+        sampler = StreamKeys(found, *steps) if isinstance(found, Stream) else Keys(len(found), *steps)
         turns = ((step, part) for step in range(first, last) for part in share.mine)
-        loader = DataLoader(
-            self.photos,
-            batch_sampler=_Keys(len(self.photos), self.batch, self.seed, first, last, share, self.repeats),
-            num_workers=min(self.workers, (last - first) * len(share.mine)),
-            collate_fn=collate,
-            worker_init_fn=ignore_interrupts,
-            pin_memory=self.pin,
-        )
+        loader = load(self.photos, sampler, min(self.workers, (last - first) * len(share.mine)), self.pin)
         for (step, part), batch in zip(turns, loader, strict=True):
             if batch.bad:
                 raise UserError(batch.bad[0])
             labels = batch.labels if self.labelled else None
             yield (batch.images, labels) if self.mixer is None else self.mixer(step, part, batch.images, labels)
-
-
-def ignore_interrupts(worker: int) -> None:
-    """For the processes that read: Ctrl-C is for the training to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-class _Keys:
-    """A batch sampler: (epoch, position, copy), step by step, and part by part."""
-
-    def __init__(self, count: int, batch: int, seed: int, first: int, last: int, share: Share, repeats: int) -> None:
-        self.count, self.batch, self.seed, self.first, self.last = count, batch, seed, first, last
-        self.share, self.repeats = share, repeats
-
-    def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
-        for step in range(self.first, self.last):
-            epoch, positions, copies = chosen(self.count, self.batch, self.seed, step, self.repeats)
-            whole = [(epoch, position, copy) for position, copy in zip(positions, copies, strict=True)]
-            for part in self.share.mine:
-                yield self.share.cut(whole, part)
-
-    def __len__(self) -> int:
-        return (self.last - self.first) * len(self.share.mine)
 
 
 class LoaderSource:

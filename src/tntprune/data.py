@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_model_data_config
 from torch import nn
 from torch.utils.data import Dataset
@@ -20,13 +21,31 @@ from tntprune.augment import Augmentation
 from tntprune.errors import UsageError, UserError
 from tntprune.images import BadImage, find_images, read_image
 
+if TYPE_CHECKING:
+    from tntprune.streams import Stream
+
 
 @dataclass(frozen=True)
 class Photo:
-    """A file and its class, or -1 where no labels are asked for."""
+    """A photo and its class.
+
+    Args:
+        path: The file; or the name, for messages, where the photo is not in a file of its own.
+        label: A class index, or -1 where no labels are asked for.
+        image: Its bytes or itself, where it is not in a file of its own.
+    """
 
     path: Path
     label: int
+    image: bytes | Image.Image | None = None
+
+    def read(self, mode: Literal["RGB", "L"]) -> Image.Image:
+        """The image.
+
+        Raises:
+            BadImage: it cannot be read.
+        """
+        return read_image(self.path if self.image is None else self.image, mode, name=str(self.path))
 
 
 def labelled_photos(folder: Path, model: nn.Module) -> list[Photo]:
@@ -47,8 +66,16 @@ def labelled_photos(folder: Path, model: nn.Module) -> list[Photo]:
     return [Photo(path, index[path.relative_to(folder).parts[0]]) for path in paths]
 
 
-def class_index(names: list[str], model: Any, folder: Path) -> dict[str, int]:
-    """Class folder names to class indices of the model.
+def class_index(
+    names: list[str], model: Any, place: Path | str, what: Literal["folders", "classes"] = "folders"
+) -> dict[str, int]:
+    """Class names to class indices of the model.
+
+    Args:
+        names: Of the classes, different ones.
+        model: With `num_classes`.
+        place: Where they are, for messages.
+        what: They are, for messages.
 
     Raises:
         UserError: some of them are not classes of the model.
@@ -63,9 +90,13 @@ def class_index(names: list[str], model: Any, folder: Path) -> dict[str, int]:
         return {name: known[name] for name in names}
     if len(names) == classes and len(unknown) == len(names):
         return {name: i for i, name in enumerate(names)}
-    expected = f"WordNet ids of {subset}" if subset else f"{classes} class folders, as many as the model has classes"
+    expected = (
+        f"WordNet ids of {subset}"
+        if subset
+        else f"{classes} {'class ' if what == 'folders' else ''}{what}, as many as the model has"
+    )
     raise UserError(
-        f"{folder}: {len(unknown)} of {len(names)} folders are no class of the model, {unknown[0]!r} for one; "
+        f"{place}: {len(unknown)} of {len(names)} {what} are no class of the model, {unknown[0]!r} for one; "
         f"expected {expected}"
     )
 
@@ -123,12 +154,21 @@ class Batch(NamedTuple):
     bad: list[str]
 
 
+class Sent(NamedTuple):
+    """A photo that is sent to where it is read, with what its augmentation follows from."""
+
+    photo: Photo
+    epoch: int
+    position: int
+    copy: int
+
+
 class Photos(Dataset[Any]):
     """Photos as the model wants them. An image that cannot be read comes back as its `BadImage`, so that the error
     survives the way out of a worker process.
 
-    Items are asked for by position, by (epoch, position) or by (epoch, position, copy); the transform's random choices
-    follow from the seed and from what was asked for, and not from workers or from where a job was resumed.
+    Items are asked for by position, by (epoch, position), by (epoch, position, copy), or by a photo that is `Sent`; the
+    transform's random choices follow from the seed and from these, not from workers or from where a job was resumed.
 
     Args:
         photos: What to read.
@@ -139,7 +179,7 @@ class Photos(Dataset[Any]):
 
     def __init__(
         self,
-        photos: list[Photo],
+        photos: Sequence[Photo] | Stream,
         transform: Callable[[Any], torch.Tensor],
         mode: Literal["RGB", "L"] = "RGB",
         seed: int = 0,
@@ -149,15 +189,20 @@ class Photos(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.photos)
 
-    def __getitem__(self, key: int | tuple[int, ...]) -> tuple[torch.Tensor, int, int] | BadImage:
-        epoch, position, copy = (*key, 0)[:3] if isinstance(key, tuple) else (0, key, 0)
-        photo = self.photos[position]
+    def __getitem__(self, key: int | tuple[int, ...] | Sent) -> tuple[torch.Tensor, int, int] | BadImage:
         try:
-            image = read_image(photo.path, self.mode)
+            photo, epoch, position, copy = key if isinstance(key, Sent) else self.find(key)
+            image = photo.read(self.mode)
         except BadImage as bad:
             return bad
         with fixed_randomness(self.seed, epoch, position, *((copy,) if copy else ())):
             return self.transform(image), photo.label, position
+
+    def find(self, key: int | tuple[int, ...]) -> Sent:
+        """The photo that is asked for by position; never of a stream."""
+        epoch, position, copy = (*key, 0)[:3] if isinstance(key, tuple) else (0, key, 0)
+        assert isinstance(self.photos, Sequence)
+        return Sent(self.photos[position], epoch, position, copy)
 
 
 def collate(items: list[tuple[torch.Tensor, int, int] | BadImage]) -> Batch:
@@ -185,8 +230,11 @@ def fixed_randomness(*key: int) -> Iterator[None]:
 
 
 def default_workers() -> int:
-    """Processes that read images: half the processors, at most 8."""
-    return max(1, min(8, (os.cpu_count() or 2) // 2))
+    """Processes that read images: half the processors, at most 8, shared with the other processes that torchrun or
+    accelerate launch started on this machine.
+    """
+    together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(8, (os.cpu_count() or 2) // 2 // together))
 
 
 def input_mode(model: Any) -> Literal["RGB", "L"]:

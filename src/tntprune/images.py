@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
@@ -23,56 +24,72 @@ class BadImage(UserError):
     """An image that cannot be read; the message names the file."""
 
 
-def read_image(path: Path, mode: Literal["RGB", "L"] = "RGB", upright: bool = False) -> Image.Image:
+def read_image(
+    source: Path | bytes | Image.Image,
+    mode: Literal["RGB", "L"] = "RGB",
+    upright: bool = False,
+    name: str | None = None,
+) -> Image.Image:
     """Read one image in full.
 
     CMYK, grey, palette and 16-bit images are converted (16-bit ones scaled to 8 bits, not clipped), transparency is
     dropped, and of several frames the first counts.
 
     Args:
-        path: The file.
+        source: The file, what is in it, or an image of Pillow's, which is held to the same limits.
         mode: What to convert it to.
         upright: Turn it as its EXIF orientation says. Off for ImageNet figures, which are defined without it.
+        name: For messages, where there is no file.
 
     Raises:
         BadImage: it is missing, empty, truncated, no image, of more than 100 megapixels, one side is more than 100
             times the other, or it has 32 bits a channel.
     """
+    name = name or (str(source) if isinstance(source, Path) else "an image")
     try:
-        if path.is_dir():
-            raise BadImage(f"{path}: a folder; expected an image")
-        if path.stat().st_size == 0:
-            raise BadImage(f"{path}: empty file; expected an image")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is stricter
-            image = Image.open(path, formats=FORMATS)
-        with image:
-            width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise BadImage(f"{path}: {width} x {height} pixels; expected at most {MAX_PIXELS // 10**6} megapixels")
-            if max(width, height) > MAX_RATIO * min(width, height):
-                raise BadImage(f"{path}: {width} x {height} pixels; expected sides of at most {MAX_RATIO} to 1")
-            image.load()
-            whole: Image.Image = ImageOps.exif_transpose(image) if upright else image
-            sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
-            return _convert(path, whole, mode, sixteen)
+        if isinstance(source, Image.Image):
+            return _whole(name, source, mode, upright)
+        with _open(name, source) as image:
+            return _whole(name, image, mode, upright)
     except UnidentifiedImageError:
-        raise BadImage(f"{path}: not an image that can be read; expected {', '.join(FORMATS)}") from None
+        raise BadImage(f"{name}: not an image that can be read; expected {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError:
-        raise BadImage(f"{path}: too many pixels; expected at most {MAX_PIXELS // 10**6} megapixels") from None
+        raise BadImage(f"{name}: too many pixels; expected at most {MAX_PIXELS // 10**6} megapixels") from None
     except Exception as error:  # Pillow's decoders raise a dozen kinds on broken files
         if isinstance(error, BadImage):
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise BadImage(f"{path}: cannot be read ({reason or type(error).__name__}); replace or remove it") from None
+        raise BadImage(f"{name}: cannot be read ({reason or type(error).__name__}); replace or remove it") from None
 
 
-def _convert(path: Path, image: Image.Image, mode: Literal["RGB", "L"], sixteen: bool) -> Image.Image:
+def _open(name: str, source: Path | bytes) -> Image.Image:
+    if isinstance(source, Path) and source.is_dir():
+        raise BadImage(f"{name}: a folder; expected an image")
+    if (source.stat().st_size if isinstance(source, Path) else len(source)) == 0:
+        raise BadImage(f"{name}: empty file; expected an image")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is stricter
+        return Image.open(source if isinstance(source, Path) else BytesIO(source), formats=FORMATS)
+
+
+def _whole(name: str, image: Image.Image, mode: Literal["RGB", "L"], upright: bool) -> Image.Image:
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise BadImage(f"{name}: {width} x {height} pixels; expected at most {MAX_PIXELS // 10**6} megapixels")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise BadImage(f"{name}: {width} x {height} pixels; expected sides of at most {MAX_RATIO} to 1")
+    image.load()
+    whole: Image.Image = ImageOps.exif_transpose(image) if upright else image
+    sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
+    return _convert(name, whole, mode, sixteen)
+
+
+def _convert(name: str, image: Image.Image, mode: Literal["RGB", "L"], sixteen: bool) -> Image.Image:
     if sixteen:
         scaled = np.asarray(image, dtype=np.float32) / 257  # 65535 becomes 255
         image = Image.fromarray(scaled.round().astype(np.uint8))
     elif image.mode in ("I", "F"):
-        raise BadImage(f"{path}: 32 bits a channel; expected 8 or 16, so convert it first")
+        raise BadImage(f"{name}: 32 bits a channel; expected 8 or 16, so convert it first")
     return image.convert(mode)
 
 

@@ -1,0 +1,186 @@
+"""Photos from a folder, or from a data set that timm opens by its name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, overload
+
+from timm.data import create_dataset
+
+from tntprune.data import Photo, all_photos, class_index, labelled_photos
+from tntprune.errors import UsageError, UserError
+from tntprune.images import BadImage
+from tntprune.streams import Remote, Shards, Stream, number_of
+
+NEEDS = {"hfds": "datasets", "hfids": "datasets", "wds": "webdataset", "torch": "torchvision"}
+
+
+def open_photos(
+    spec: str | Path,
+    model: Any,
+    *,
+    split: str | None = None,
+    training: bool = False,
+    labelled: bool = True,
+    root: Path | None = None,
+    samples: int | None = None,
+) -> Sequence[Photo] | Stream:
+    """Photos by the name of a folder or of a data set.
+
+    Args:
+        spec: A folder; or "hfds/NAME", a set of Hugging Face datasets, fetched and kept; "hfids/NAME", the same, read
+            from where it is photo by photo; "wds/FOLDER", tar files of webdataset; "torch/NAME", one of torchvision's.
+            A `Path` is always a folder.
+        model: Whose class indices the labels become.
+        split: Of the data set, "train" or "validation" if not given; of a folder, the folder in it. For tar files also
+            their names and the number of photos in them, such as "train-{0000..0009}.tar|12000".
+        training: Which split it is if none is given.
+        labelled: Whether labels are wanted.
+        root: Where "torch/" data lies, and where "hfds/" data is kept.
+        samples: How many photos a stream has, where it does not tell.
+
+    Returns:
+        Photos that can be asked for by position, or a stream of them.
+
+    Raises:
+        UserError: there are no such photos, a package is missing, or the classes are not the model's.
+        UsageError: an option is of no use there.
+    """
+    kind, _, name = str(spec).partition("/") if isinstance(spec, str) else ("", "", "")
+    if kind == "tfds":
+        raise UserError(f"{spec}: tensorflow-datasets is not read; expected a folder, hfds/NAME or wds/FOLDER")
+    if kind not in NEEDS or not name:
+        folder = Path(spec) if split is None else Path(spec, split)
+        if root is not None or samples is not None:
+            raise UsageError(f"{spec}: a folder needs no {'root' if root is not None else 'samples'}; leave it out")
+        return labelled_photos(folder, model) if labelled else all_photos(folder)
+    if samples is not None and kind not in ("hfids", "wds"):
+        raise UsageError(f"samples={samples}: {kind}/ tells how many photos it has; leave it out")
+    if find_spec(NEEDS[kind]) is None:
+        raise UserError(f"{spec}: needs {NEEDS[kind]}; install it with: pip install 'tntprune[data]'")
+    split = split or ("train" if training else "validation")
+    opened = _open(str(spec), kind, name, split, root, samples)
+    title = f"{spec} {split.split('|')[0]}"
+    numbers = class_numbers(opened, kind, model, str(spec)) if labelled else None
+    if kind == "wds":
+        return _shards(opened.reader, title, numbers)
+    if kind == "hfids":
+        data = opened.reader.builder.as_streaming_dataset(split=split)
+        return Remote(title, opened.reader.num_samples, numbers, data)
+    return Listed(_from_torch(opened) if kind == "torch" else _from_reader(opened.reader), title, numbers, len(opened))
+
+
+def _open(spec: str, kind: str, name: str, split: str, root: Path | None, samples: int | None) -> Any:
+    """What timm opens.
+
+    Raises:
+        UserError: it cannot.
+    """
+    where: dict[str, Any] = {"root": name if kind == "wds" else root}
+    if kind == "torch" and root is None:
+        raise UserError(f"{spec}: needs the folder it lies in; give root (--root)")
+    if kind in ("wds", "hfids"):
+        where |= {"num_samples": samples}
+    logger = logging.getLogger("timm.data.readers.reader_wds")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns that there is no _info.json also where the split makes up for it
+    try:
+        opened = create_dataset(spec, split=split, **where)
+    except Exception as error:  # each library raises its own
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{spec}: {split} cannot be opened ({reason[:200]}); {EXPECTED[kind]}") from None
+    finally:
+        logger.setLevel(level)
+    if kind == "wds" and not opened.reader.num_samples:
+        raise UserError(
+            f"{spec}: does not tell how many photos it has; expected samples (--samples), or the number in the split, "
+            f"such as {split!r} with |12000 after it"
+        )
+    return opened
+
+
+EXPECTED = {
+    "hfds": "expected a set with image and label, at hand or on the Hub",
+    "hfids": "expected a set with image and label; where it does not tell how many it has, give samples (--samples)",
+    "wds": "expected a split of its _info.json, or names and number, such as 'train-{0000..0009}.tar|12000'",
+    "torch": "expected a set that torchvision finds in root",
+}
+
+
+def class_numbers(opened: Any, kind: str, model: Any, spec: str) -> list[int]:
+    """The model's class for each class of a data set; where that has no names, they are the model's own.
+
+    Raises:
+        UserError: they are not the model's classes.
+    """
+    if kind == "torch":
+        names = list(getattr(opened, "wnids", None) or getattr(opened, "classes", None) or [])
+    else:
+        known = opened.reader.class_to_idx
+        names = sorted(known, key=known.get)
+    if not names:
+        class_index([], model, spec)  # the model has classes at all
+        return list(range(model.num_classes))
+    index = class_index([str(name) for name in names], model, spec, "classes")
+    return [index[str(name)] for name in names]
+
+
+class Listed(Sequence[Photo]):
+    """Photos of a data set, read from it when they are asked for; a slice of them is no more than a list of positions.
+
+    Args:
+        read: From a position to an image, or its bytes, or its file, and its label.
+        title: For messages.
+        numbers: The model's class for each class of the data; None where labels are not asked for.
+        count: How many there are.
+    """
+
+    def __init__(
+        self, read: Callable[[int], tuple[Any, Any]], title: str, numbers: list[int] | None, count: int
+    ) -> None:
+        self.read, self.title, self.numbers, self.positions = read, title, numbers, range(count)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @overload
+    def __getitem__(self, index: int) -> Photo: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Listed: ...
+
+    def __getitem__(self, index: int | slice) -> Photo | Listed:
+        positions = self.positions[index]
+        if isinstance(positions, range):
+            part = Listed(self.read, self.title, self.numbers, 0)
+            part.positions = positions
+            return part
+        name = f"{self.title} photo {positions}"
+        try:
+            image, label = self.read(positions)
+        except Exception as error:  # files that are gone, and images that a library fails to decode
+            raise BadImage(f"{name}: cannot be read ({str(error) or type(error).__name__})") from None
+        number = -1 if self.numbers is None else number_of(label, self.numbers, name)
+        return Photo(image, number) if isinstance(image, Path) else Photo(Path(name), number, image)
+
+
+def _from_reader(reader: Any) -> Callable[[int], tuple[Any, Any]]:
+    def read(position: int) -> tuple[Any, Any]:
+        file, label = reader[position]
+        with file:
+            return file.read(), label
+
+    return read
+
+
+def _from_torch(opened: Any) -> Callable[[int], tuple[Any, Any]]:
+    samples = getattr(opened, "samples", None)  # of its folders, so that it is our reader that opens the files
+    return (lambda i: (Path(samples[i][0]), samples[i][1])) if samples else opened.__getitem__
+
+
+def _shards(reader: Any, title: str, numbers: list[int] | None) -> Shards:
+    shards = [str(Path(reader.root, name)) for name in reader.split_info.filenames]
+    return Shards(title, reader.num_samples, numbers, shards, reader.input_key.split(";"), reader.split_info.alt_label)
