@@ -22,6 +22,7 @@ from tntprune.batches import WHOLE, TensorSource
 from tntprune.checkpoint import load_
 from tntprune.config import TNT
 from tntprune.errors import UsageError, UserError
+from tntprune.recipes import Recipe
 from tntprune.reduce import reduce_, reduction_of
 from tntprune.runs import Stopped, train_run
 from tntprune.storage import read_metadata, read_weights
@@ -220,7 +221,7 @@ def test_photos_that_are_augmented_by_a_worker_resume(tmp_path):
     def source(workers):
         model = make("plain")
         model.pretrained_cfg = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
-        return photo_source(model, folder, TRAINING, False, workers)
+        return photo_source(model, folder, Recipe(CONFIG, TRAINING), False, workers)
 
     run(tmp_path / "straight", source(1))
     with pytest.raises(Stopped):

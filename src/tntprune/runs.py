@@ -83,9 +83,10 @@ def train_run(
     told = {"reduction": to_dict(reduction_of(model).config), "training": asdict(training), **(about or {})}
     options: dict[str, Any] = json.loads(json.dumps(told))
     first, before = world.agree(lambda: _find_start(out, resume, options))
-    parts = training.parts or before.get("training", {}).get("parts") or world.size
-    training = replace(training, parts=parts)
-    options["training"]["parts"] = parts
+    if training.parts is None:
+        training = replace(training, parts=before.get("training", {}).get("parts"))
+    training = training.among(world.size)
+    options["training"]["parts"] = training.parts
     with ExitStack() as stack:
 
         def prepare() -> None:

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from tntprune.augment import LIGHT
 from tntprune.backbones.base import find_backbone
 from tntprune.batches import LoaderSource, PhotoSource, Source, TensorSource
 from tntprune.data import Photos, all_photos, default_workers, input_mode, labelled_photos, transform_for
 from tntprune.errors import UsageError, UserError
+from tntprune.mixing import mixer_for
+from tntprune.recipes import Recipe
 from tntprune.reduce import device_of, reduction_of
 from tntprune.trainer import Trainer, learning
 from tntprune.training import Training, check_whole
@@ -83,7 +84,7 @@ def needs_labels(model: nn.Module) -> bool:
 
 
 def photo_source(
-    model: nn.Module, folder: Path, training: Training, labelled: bool, workers: int | None
+    model: nn.Module, folder: str | Path, recipe: Recipe, labelled: bool, workers: int | None
 ) -> PhotoSource:
     """A folder of photos, augmented, for training.
 
@@ -93,9 +94,13 @@ def photo_source(
     """
     workers = default_workers() if workers is None else workers
     check_whole("workers", workers, 0)
-    found = labelled_photos(folder, model) if labelled else all_photos(folder)
-    photos = Photos(found, transform_for(model, LIGHT), input_mode(model), training.seed)
-    return PhotoSource(photos, training.batch_size, training.seed, workers, labelled)
+    training, images = recipe.training, recipe.augmentation
+    found = labelled_photos(Path(folder), model) if labelled else all_photos(Path(folder))
+    photos = Photos(found, transform_for(model, images), input_mode(model), training.seed)
+    classes = find_backbone(model).classes(model)
+    mixer = mixer_for(images, classes, training.label_smoothing, training.seed)
+    pin = device_of(model).type == "cuda"
+    return PhotoSource(photos, training.batch_size, training.seed, workers, labelled, images.repeats, mixer, pin)
 
 
 def calibrate_(
@@ -117,7 +122,7 @@ def calibrate_(
         progress: Show a bar.
         workers: Processes that read photos from a folder.
         **training: Options of `Training`: epochs, batch_size, lr, backbone_lr, freeze_epochs, weight_decay,
-            label_smoothing, warmup, seed, amp.
+            label_smoothing, warmup, seed, amp, and more.
 
     Returns:
         The same model.
@@ -140,7 +145,7 @@ def calibrate_(
     if isinstance(data, torch.Tensor):
         source = TensorSource(data, labels, options.batch_size, options.seed)
     elif isinstance(data, str | Path):
-        source = photo_source(model, Path(data), options, labelled, workers)
+        source = photo_source(model, data, Recipe(reduction_of(model).config, options), labelled, workers)
     else:
         source = LoaderSource(data)
     fit(model, source, options, progress=progress)

@@ -15,7 +15,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from tntprune.backbones.base import Answer, find_backbone, tower_of
-from tntprune.batches import WHOLE, Pair, Share
+from tntprune.batches import Pair, Share
 from tntprune.droppath import Depth
 from tntprune.errors import UsageError, UserError
 from tntprune.gradients import together
@@ -57,7 +57,7 @@ class Trainer:
         if getattr(model, "num_classes", None) == 0 or getattr(model, "global_pool", None) == "":
             raise UserError("the model gives no class logits to train against; expected one with classes and pooling")
         self.device = device_of(model)
-        self.training = training.on(self.device, world.size)
+        self.training = training.on(self.device).among(world.size)
         self.backbone = find_backbone(model)
         if self.method.ce and not self.backbone.classes(model):
             raise UserError(
@@ -96,8 +96,8 @@ class Trainer:
     @property
     def share(self) -> Share:
         """The parts of each batch that this process works through."""
-        parts = self.training.parts or 1
-        return Share(parts, tuple(range(self.world.rank, parts, self.world.size))) if parts > 1 else WHOLE
+        assert self.training.parts is not None
+        return Share(self.training.parts, tuple(range(self.world.rank, self.training.parts, self.world.size)))
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups: the method's and the model's parameters, each with and without weight decay."""
@@ -150,7 +150,7 @@ class Trainer:
         images = images.to(self.device, non_blocking=True)
         with unfused(self.slow), self.depth.on():  # the backward pass too, which runs checkpointed blocks again
             with torch.autocast(self.device.type, self.half, enabled=self.half is not None):
-                loss = self.loss(images, labels) / (self.training.parts or 1)
+                loss = self.loss(images, labels) / self.share.parts
             if not loss.requires_grad:
                 raise UserError("nothing learns: at these locations every token stays; expected a smaller keep")
             self.scaler.scale(loss).backward()

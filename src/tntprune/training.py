@@ -101,19 +101,20 @@ class Training:
         if self.amp not in ("auto", "none", "bf16", "fp16"):
             raise UsageError(f"amp={self.amp!r}: expected 'auto', 'none', 'bf16' or 'fp16'")
 
-    def on(self, device: torch.device, processes: int = 1) -> Training:
-        """The same, with what was left open decided for a device and a number of processes.
+    def on(self, device: torch.device) -> Training:
+        """The same, with "auto" decided for a device."""
+        return replace(self, amp="bf16" if bf16_is_native(device) else "none") if self.amp == "auto" else self
+
+    def among(self, processes: int) -> Training:
+        """The same, with the parts decided for a number of processes.
 
         Raises:
-            UsageError: the parts cannot be shared evenly among so many processes.
+            UsageError: they cannot be shared evenly among so many.
         """
         parts = processes if self.parts is None else self.parts
         if parts % processes:
-            raise UsageError(f"parts={parts}: expected a multiple of the {processes} processes")
-        amp = self.amp
-        if amp == "auto":
-            amp = "bf16" if bf16_is_native(device) else "none"
-        return replace(self, amp=amp, parts=parts)
+            raise UsageError(f"parts={parts}: expected a multiple of the {processes} processes that train together")
+        return replace(self, parts=parts)
 
     def seed_of(self, step: int, part: int) -> int:
         """What one part of one step draws from, whoever works it through."""

@@ -42,19 +42,23 @@ def evaluate(
     from tntprune.evaluate import evaluate as run
     from tntprune.reduce import is_reduced
     from tntprune.training import MAX_SEED, check_whole
+    from tntprune.world import join
 
     workers = default_workers() if workers is None else workers
     check_whole("batch_size", batch_size, 1)
     check_whole("workers", workers, 0)
     check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
-    loaded = load(model, weights, device, img_size)
+    world = join(device)
+    loaded = load(model, weights, world.device(device), img_size)
     before = copy.deepcopy(loaded) if reducer is not None else None  # where the model was trained too, it changes
     built = apply(loaded, method, reducer, reduction, then)
     found, bad = run(
         built, labelled_photos(data, built), batch_size=batch_size, workers=workers, on_bad_image=on_bad_image,
-        compare=compare, base=before,
+        compare=compare, base=before, world=world,
     )  # fmt: skip
+    if not world.main:
+        return 3 if found.skipped else 0
     for line in bad:
         print(f"skipped {line}", file=sys.stderr)
     rows: list[tuple[str, Figures]] = [("pruned" if is_reduced(built) else "unpruned", found)]

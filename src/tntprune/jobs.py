@@ -1,0 +1,81 @@
+"""A whole training on photos of this machine, from the folders to the saved reduction."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from tntprune.data import default_workers, labelled_photos
+from tntprune.recipes import Recipe
+from tntprune.reduce import device_of
+from tntprune.runs import train_run
+from tntprune.train import needs_labels, photo_source
+from tntprune.training import check_whole
+from tntprune.validation import Validation
+from tntprune.world import ALONE, World
+
+
+class Trained(NamedTuple):
+    """What a training left: the saved reduction, and how many photos and steps that took."""
+
+    path: Path
+    photos: int
+    steps: int
+
+
+def train_folder(
+    model: nn.Module,
+    data: str | Path,
+    out: Path,
+    recipe: Recipe,
+    *,
+    val: str | Path | None = None,
+    workers: int | None = None,
+    resume: bool = False,
+    save_every: int = 50,
+    about: dict[str, Any] | None = None,
+    tensorboard: bool = False,
+    world: World = ALONE,
+    progress: bool = True,
+) -> Trained:
+    """Train a reduced model on a folder of photos, in a folder of its own; see `runs.train_run`.
+
+    Args:
+        model: Reduced with the recipe's config.
+        data: The photos, with a subfolder a class where it is trained against labels; or what timm's `create_dataset`
+            reads.
+        out: The folder of the training.
+        recipe: How.
+        val: Labelled photos to validate on after each epoch; the best epoch is kept.
+        workers: Processes that read photos.
+        resume: Continue what is there.
+        save_every: Steps between checkpoints.
+        about: What else has to be the same in a resumed training, such as the model's name.
+        tensorboard: Also log for TensorBoard.
+        world: The processes that train together.
+        progress: Show a bar.
+
+    Raises:
+        UsageError: an option is out of range, or the folder's training is another one.
+        UserError: something cannot be read or written.
+    """
+    workers = default_workers() if workers is None else workers
+    check_whole("workers", workers, 0)
+    training = recipe.training.on(device_of(model))
+    source = photo_source(model, data, recipe, needs_labels(model), workers)
+    validate = None
+    if val is not None:
+        validate = Validation(model, labelled_photos(Path(val), model), workers=workers, world=world)
+    told = {
+        "data": str(Path(data).resolve()),
+        "photos": len(source.photos),
+        "augmentation": asdict(recipe.augmentation),
+    }
+    path = train_run(
+        model, source, training, out, resume=resume, save_every=save_every, about={**(about or {}), **told},
+        validate=validate, tensorboard=tensorboard, world=world, progress=progress,
+    )  # fmt: skip
+    return Trained(path, len(source.photos), training.epochs * source.per_epoch)

@@ -1,0 +1,58 @@
+"""How good a training is after an epoch: first guesses on photos that it does not learn from."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tntprune.data import Photo, Photos, collate, input_mode, transform_for
+from tntprune.errors import UserError
+from tntprune.evaluate import Tally
+from tntprune.reduce import device_of, reduction_of
+from tntprune.world import ALONE, World
+
+
+class Validation:
+    """Top-1 and top-5 of a model that is being trained, as it is at the time; several processes share the photos.
+
+    Args:
+        model: A reduced model.
+        photos: With labels.
+        batch_size: Images at a time.
+        workers: Processes that read.
+        world: The processes that train together.
+    """
+
+    def __init__(
+        self, model: nn.Module, photos: list[Photo], batch_size: int = 64, workers: int = 1, world: World = ALONE
+    ) -> None:
+        self.model, self.world = model, world
+        places = range(len(photos))
+        batches = [list(places[first : first + batch_size]) for first in places[::batch_size]]
+        self.loader = DataLoader(
+            Photos(photos, transform_for(model), input_mode(model)),
+            batch_sampler=world.share(batches), num_workers=workers, collate_fn=collate,
+        )  # fmt: skip
+
+    def __call__(self) -> dict[str, float]:
+        """Percent of the photos whose label is the first guess, "top1", or among the first five, "top5".
+
+        Raises:
+            UserError: a photo cannot be read.
+        """
+        tally, device = Tally(self.model), device_of(self.model)
+        modes = {module: module.training for module in self.model.modules()}
+        reduction_of(self.model).eval()
+        try:
+            with torch.inference_mode():
+                for batch in self.loader:
+                    if batch.bad:
+                        raise UserError(batch.bad[0])
+                    images = batch.images.to(device)
+                    tally.count(images, self.model(images), batch.labels.to(device))
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        tally.gather(self.world)
+        return {"top1": 100 * tally.first / tally.images, "top5": 100 * tally.five / tally.images}
