@@ -169,7 +169,7 @@ def measure(
             continue
         guesses = {tally: tally.run(images, labels) for tally in ((own, unpruned) if number % 2 else (unpruned, own))}
         same += int((guesses[own] == guesses[unpruned]).sum())
-    for tally in {own, unpruned}:
+    for tally in dict.fromkeys((own, unpruned)):  # in the same order everywhere
         tally.gather(world)
     same = sum(world.gather(same))
     left_out = skipped()
