@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -50,7 +51,10 @@ class Augmentation:
             is_int(self.repeats) and self.repeats >= 1, f"repeats={self.repeats}: expected a whole number, 1 or larger"
         )
         text = self.auto_augment
-        check(text is None or (isinstance(text, str) and text != ""), f"auto_augment={text!r}: expected text, or None")
+        check(
+            text is None or (isinstance(text, str) and bool(re.fullmatch(r"\w+(-[a-z]+[\d.]+)*", text))),
+            f"auto_augment={text!r}: expected timm's text, such as 'rand-m9-mstd0.5-inc1', or None",
+        )
 
     @property
     def mixes(self) -> bool:

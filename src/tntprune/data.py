@@ -90,11 +90,8 @@ def class_index(
         return {name: known[name] for name in names}
     if len(names) == classes and len(unknown) == len(names):
         return {name: i for i, name in enumerate(names)}
-    expected = (
-        f"WordNet ids of {subset}"
-        if subset
-        else f"{classes} {'class ' if what == 'folders' else ''}{what}, as many as the model has"
-    )
+    kind = "class folders" if what == "folders" else what
+    expected = f"WordNet ids of {subset}" if subset else f"{classes} {kind}, as many as the model has"
     raise UserError(
         f"{place}: {len(unknown)} of {len(names)} {what} are no class of the model, {unknown[0]!r} for one; "
         f"expected {expected}"
