@@ -14,7 +14,7 @@ from typing import Any
 import tyro
 
 from tntprune import __version__, console
-from tntprune.commands import bench, demo, evaluate, export, info, macs, paper, push, report, show, train
+from tntprune.commands import bench, demo, evaluate, export, info, macs, paper, push, report, show, sweep, train
 from tntprune.errors import UserError
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -23,6 +23,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "macs": macs.macs,
     "train": train.train,
     "eval": evaluate.evaluate,
+    "sweep": sweep.sweep,
     "show": show.show,
     "bench": bench.bench,
     "paper": paper.paper,

@@ -90,15 +90,29 @@ def config_from_text(text: str) -> Config:
     """
     name, *pairs = text.split() or [""]
     kind = find_method(name)
+    chosen = options_from(pairs, name)
+    check_options(kind, chosen)
+    return kind(**chosen)
+
+
+def options_from(pairs: Sequence[str], after: str) -> dict[str, Any]:
+    """Options from words such as "at=6,7,8".
+
+    Args:
+        pairs: The words.
+        after: What they stand behind, for the message.
+
+    Raises:
+        UsageError: a word is none of option=value.
+    """
     chosen: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not (equals and value):
-            raise UsageError(f"{pair!r} after {name}: expected option=value, or option=value,value")
+            raise UsageError(f"{pair!r} after {after}: expected option=value, or option=value,value")
         values = [_parse(part) for part in value.split(",")]
         chosen[key.replace("-", "_")] = tuple(values) if len(values) > 1 else values[0]
-    check_options(kind, chosen)
-    return kind(**chosen)
+    return chosen
 
 
 def _parse(text: str) -> Any:

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from tntprune.batches import ignore_interrupts
 from tntprune.bench.run import inputs
-from tntprune.data import Batch, Photos, collate, input_mode, transform_for
+from tntprune.data import Batch, Photos, input_mode, transform_for
 from tntprune.errors import UserError
+from tntprune.loading import in_order
 from tntprune.models import load_model, random_model
 from tntprune.precision import exact_head_
 from tntprune.reduce import device_of
@@ -41,17 +41,13 @@ class Host:
             return exact_head_(random_model(name, self.device, size))
 
     @cached_property
-    def loader(self) -> DataLoader[Any]:
-        """All photos, batch by batch; its processes live as long as it does."""
+    def loader(self) -> DataLoader[Batch]:
+        """All photos, batch by batch, whenever they are asked for."""
         return self._loader(self.workers)
 
-    def _loader(self, workers: int) -> DataLoader[Any]:
-        return DataLoader(
-            Photos(self.backbone.photos, transform_for(self.model), input_mode(self.model)),
-            batch_size=self.plan.batch_size, num_workers=workers, collate_fn=collate,
-            persistent_workers=workers > 0, worker_init_fn=ignore_interrupts,
-            pin_memory=device_of(self.model).type == "cuda",
-        )  # fmt: skip
+    def _loader(self, workers: int) -> DataLoader[Batch]:
+        photos = Photos(self.backbone.photos, transform_for(self.model), input_mode(self.model))
+        return in_order(photos, self.plan.batch_size, workers, pin=device_of(self.model).type == "cuda")
 
     @cached_property
     def images(self) -> torch.Tensor:

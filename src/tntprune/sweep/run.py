@@ -151,15 +151,15 @@ class _Runner:
                 with host.models(group) as models:
                     self._count(host, group, models, rows, bar)
                     if alone:
-                        self._time(host, group, models, rows)
-        if slow and not alone:
-            self.world.wait()
-            if self.world.main:
-                rows = self.ledger.rows()
-                for group in _chunks([task for task in backbone.tasks if task.key in slow], self.together):
-                    with host.models(group) as models:
-                        self._time(host, group, models, rows)
-            self.world.wait()
+                        self._time(host, group, models, rows, bar)
+            if slow and not alone:
+                self.world.wait()
+                if self.world.main:
+                    rows = self.ledger.rows()
+                    for group in _chunks([task for task in backbone.tasks if task.key in slow], self.together):
+                        with host.models(group) as models:
+                            self._time(host, group, models, rows, bar)
+                self.world.wait()
 
     def _rows(self) -> dict[str, Row]:
         """The file's rows, the same ones in all processes, although some may be writing already."""
@@ -185,11 +185,12 @@ class _Runner:
             self.ledger.add(row)
             rows[row.setting.key] = row
 
-    def _time(self, host: Host, group: list[Task], models: list[nn.Module], rows: dict[str, Row]) -> None:
+    def _time(self, host: Host, group: list[Task], models: list[nn.Module], rows: dict[str, Row], bar: Any) -> None:
         """Measure the speed of those of a group that lack it."""
         lacking = [number for number, task in enumerate(group) if _lacks_speed(rows[task.key])]
         if not self.speed or not lacking:
             return
+        bar.set_postfix_str("timing")
         begin = time.perf_counter()
         found = speeds(
             host.model, [models[number] for number in lacking], host.images, self.plan.precision, self.rounds
@@ -199,6 +200,7 @@ class _Runner:
             row = _timed(rows[group[number].key], one, self.device, seconds, self.rounds)
             self.ledger.add(row)
             rows[row.setting.key] = row
+        bar.set_postfix_str("")
 
 
 def _chunks(tasks: Sequence[Task], size: int) -> list[list[Task]]:

@@ -1,0 +1,5 @@
+"""`python -m tntprune`, which torchrun starts."""
+
+from tntprune.cli import run
+
+run()

@@ -1,0 +1,106 @@
+"""Methods x locations x rates, as they are written on a command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tntprune.config import Combination, Config, find_method
+from tntprune.errors import UsageError
+from tntprune.options import config_from_text, options_from
+
+
+def of_methods(text: str, at: Sequence[str], rates: Sequence[str]) -> list[Config]:
+    """The settings of a method that needs no training.
+
+    Args:
+        text: "tome r=13", "evit", or several that share a model: "evit at=4 then tome at=7,10 r=10".
+        at: Locations, each "3" or "3,4,5", for a method whose text says none.
+        rates: Shares that stay, each "0.5" or one for each location, "0.9,0.8,0.7", for a method whose text does not
+            say how many stay.
+
+    Raises:
+        UsageError: there is no such method or option, a value is out of range, or no list of rates has as many values
+            as there are locations.
+    """
+    parts = re.split(r"\s+then\s+", text.strip())
+    if len(parts) > 1:
+        return [Combination(parts=tuple(map(config_from_text, parts)))]
+    name, *pairs = text.split() or [""]
+    kind = find_method(name)
+    own = list(_varied(pairs, set(kind.rivals), at, rates))
+    return [config_from_text(" ".join([name, *pairs, *more])) for more in _fitting(own, text)]
+
+
+def of_reducer(text: str, at: Sequence[str], rates: Sequence[str]) -> tuple[Path, list[Config | None]]:
+    """A folder with a saved reduction, and its settings.
+
+    Args:
+        text: The folder, and options to change behind it: "runs/tnt similar=40".
+        at: See `of_methods`.
+        rates: See `of_methods`.
+
+    Returns:
+        The folder, and what is run of it; None is what was saved, as it was saved.
+
+    Raises:
+        UsageError: see `of_methods`.
+        UserError: there is no saved reduction.
+    """
+    from tntprune.sweep.jobs import Saved
+
+    found = re.fullmatch(r"(.*?)((?:\s+[\w-]+=\S+)*)", text.strip(), re.DOTALL)
+    folder, pairs = (Path(found[1]), found[2].split()) if found else (Path(text), [])
+    saved = Saved(folder).config
+    if isinstance(saved, Combination):
+        saved.changed(**options_from(pairs, str(folder)))
+        return folder, [None]
+    own = list(_varied(pairs, set(saved.rivals), at, rates))
+    return folder, [
+        saved.changed(**options_from([*pairs, *more], str(folder))) if pairs or more else None
+        for more in _fitting(own, text)
+    ]
+
+
+def _varied(pairs: Sequence[str], rivals: set[str], at: Sequence[str], rates: Sequence[str]) -> Iterator[list[str]]:
+    """What is added to the options of a method: each location with each rate."""
+    given = {pair.partition("=")[0].replace("-", "_") for pair in pairs}
+    for place in [""] if "at" in given or not at else at:
+        for rate in [""] if rivals & given or not rates else rates:
+            yield [*([f"at={place}"] if place else []), *([f"keep={rate}"] if rate else [])]
+
+
+def _fitting(varied: list[list[str]], text: str) -> list[list[str]]:
+    """Those in which there are as many rates as locations, or one for all of them."""
+    found = [words for words in varied if not _uneven(words)]
+    if not found:
+        raise UsageError(
+            f"{text}: no rates for so many locations ({' '.join(varied[0])}); expected one rate, or one for each"
+        )
+    return found
+
+
+def _uneven(words: Sequence[str]) -> bool:
+    if len(words) < 2:
+        return False
+    locations, rates = (len(word.split(",")) for word in words)
+    return rates not in (1, locations)
+
+
+def by_model(texts: Sequence[str], models: Sequence[str], what: str) -> list[tuple[str, str]]:
+    """Files or folders and the models that they are for: "NAME=FILE", or "FILE" for the only model.
+
+    Raises:
+        UsageError: there are several models and no name.
+    """
+    found = []
+    for text in texts:
+        name, equals, file = text.partition("=")
+        if equals and name in models:
+            found.append((name, file))
+        elif len(models) == 1:
+            found.append((models[0], text))
+        else:
+            raise UsageError(f"{what} {text!r}: {len(models)} models were given; expected MODEL={what.upper()}")
+    return found
