@@ -47,7 +47,7 @@ def build(
     rows = list(rows)
     groups = grouped(rows)
     styles = looks(line_names(groups))
-    sections = [("Summary", paragraphs([*_mixed(groups), *summary(groups), NOISE])), *extra_sections]
+    sections = [("Summary", _summary(groups)), *extra_sections]
     for group in groups:
         sections += _sections(group, styles, f" on {group.label}" if len(groups) > 1 else "")
     if maps:
@@ -86,14 +86,17 @@ def _sections(group: Group, styles: dict[str, Look], on: str) -> list[tuple[str,
             if backbone.lines(scheme):
                 heading = f"<h3>{escape(backbone.label)}, {SCHEMES[scheme]}</h3>\n"
                 compared += heading + tables.overview(backbone, scheme).html()
-                listed += heading + tables.every_row(backbone, scheme).html()
+                same = tables.shared(backbone, scheme)
+                note = f'<p class="note">In all rows of a method: {escape(same)}.</p>' if same else ""
+                listed += heading + note + tables.every_row(backbone, scheme).html()
     compared_words = (
         "Top-1 in percent of each method's best setting at about the same share of the unpruned model's "
         "multiply-accumulates (its own share in brackets, in percent). The star marks the highest of each column; it "
         "can be a tie with others, see the summary."
     )
     listed_words = (
-        "The drop is in points of top-1 against the unpruned model. A dash is what was not measured or has no meaning; "
+        "The drop is in points of top-1 against the unpruned model; agreement is the share of images on which the first "
+        "guess is the unpruned model's. A dash is what was not measured or has no meaning; "
         f"† a speed taken while other programs used more than {tables.BUSY} processors."
     )
     if not group.schemes:
@@ -129,6 +132,14 @@ def _caption(backbones: Sequence[Backbone], scheme: str) -> str:
         f"{models}. Better is up and to the left on top, up and to the right below. "
         f"One standard error of a point is at most {error:.1f}." + (mixed if len(machines) > 1 else "")
     )
+
+
+def _summary(groups: Sequence[Group]) -> str:
+    said = ""
+    for topic, sentences in summary(groups):
+        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+        said += f"<h3>{escape(topic)}</h3>\n<ul>{items}</ul>\n"
+    return paragraphs(_mixed(groups)) + said + f'<p class="note">{escape(NOISE)}</p>'
 
 
 def _mixed(groups: Sequence[Group]) -> list[str]:

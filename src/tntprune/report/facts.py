@@ -33,7 +33,7 @@ def measured(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     if seconds:
         facts.append(("Time", f"{sum(seconds) / 60:,.1f} minutes for {len(seconds)} rows"))
     facts.append(("Other programs", _busy(rows)))
-    listed = Table(["what", ""], [list(fact) for fact in facts], words=[1]).html()
+    listed = Table([], [list(fact) for fact in facts], words=[1]).html()
     again = commands(rows).html()
     return (
         paragraphs([SPEED])

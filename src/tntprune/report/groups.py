@@ -118,21 +118,26 @@ def line_names(groups: Sequence[Group]) -> list[str]:
     return sorted(found, key=lambda label: (*found[label], label))
 
 
-def options_of(config: dict[str, Any] | None) -> str:
-    """A config without its method in one line: where it acts, and what is not at its default."""
+def options_of(config: dict[str, Any] | None) -> dict[str, str]:
+    """A config's options as text: where it acts, and what is not at its default."""
     if config is None:
-        return ""
+        return {}
     if parts := config.get("parts"):
-        return " + ".join(f"{part.get('method')} {options_of(part)}" for part in parts)
+        return {"parts": " + ".join(f"{part.get('method')} {in_words(options_of(part))}" for part in parts)}
     kind = METHODS.get(str(config.get("method")))
     fields = kind.__dataclass_fields__ if kind else {}
-    options = []
+    found = {}
     for name, value in config.items():
         usual = fields[name].default if name in fields else None
         value = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
         if name not in PLAIN and value is not None and (name == "at" or value != usual):
-            options.append(f"{name}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}")
-    return " ".join(options)
+            found[name] = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return found
+
+
+def in_words(options: dict[str, str]) -> str:
+    """Options in one line."""
+    return " ".join(value if name == "parts" else f"{name}={value}" for name, value in options.items())
 
 
 def _places(row: Row) -> str:

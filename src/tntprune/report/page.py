@@ -13,10 +13,12 @@ body { font: 16px/1.6 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; 
        max-width: 64rem; margin: 2.5rem auto; padding: 0 1.25rem; overflow-wrap: break-word; }
 h1 { font-size: 1.75rem; line-height: 1.25; letter-spacing: -.01em; margin: 0 0 .4rem; }
 h2 { font-size: 1.25rem; line-height: 1.3; margin: 3rem 0 .8rem; padding-top: .9rem; border-top: 1px solid #e3e6ec; }
-h3 { font-size: 1rem; margin: 2rem 0 .5rem; }
+h3 { font-size: 1rem; line-height: 1.4; margin: 1.7rem 0 .4rem; }
 p, li { max-width: 46rem; }
-ul { padding-left: 1.2rem; }
+ul { padding-left: 1.2rem; margin: .4rem 0 1rem; }
+li { margin: .3rem 0; }
 p.lead { color: #4a5266; margin-top: 0; font-size: 1.05rem; }
+p.note { color: #4a5266; font-size: .88rem; }
 nav { font-size: .9rem; margin: 1.2rem 0 0; }
 nav a { margin-right: 1.1rem; display: inline-block; }
 a { color: #0b5c8e; text-decoration-thickness: 1px; text-underline-offset: 2px; }
@@ -28,11 +30,12 @@ table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabu
         line-height: 1.4; }
 th, td { padding: .32rem .7rem; text-align: right; border-bottom: 1px solid #e3e6ec; white-space: nowrap;
          vertical-align: top; }
-th { font-weight: 600; color: #4a5266; border-bottom: 2px solid #c9ceda; vertical-align: bottom; }
-th.group { text-align: center; border-bottom: 1px solid #c9ceda; border-left: 1px solid #e3e6ec; }
+th { font-weight: 600; color: #4a5266; border-bottom: 2px solid #c9ceda; vertical-align: bottom; white-space: normal; }
+th.group { text-align: center; white-space: nowrap; border-bottom: 1px solid #c9ceda; }
+th.group + th.group { border-left: 1px solid #e3e6ec; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; padding-left: 0;
                                  max-width: 13rem; white-space: normal; min-width: 6.5rem; }
-td.words { text-align: left; white-space: normal; min-width: 11rem; overflow-wrap: anywhere; }
+th.words, td.words { text-align: left; white-space: normal; min-width: 7rem; overflow-wrap: anywhere; }
 td.best { font-weight: 700; background: #eef4f9; }
 td.best::before { content: "\\2605\\00a0"; font-size: .75em; vertical-align: .08em; }
 tbody tr:hover td { background: #f6f8fa; }
@@ -52,20 +55,20 @@ footer { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid #e3e6ec; co
   @page { margin: 14mm 12mm; }
   body { font-size: 10pt; color: #000; max-width: none; margin: 0; padding: 0; }
   nav { display: none; }
-  p, li, figcaption { max-width: none; color: #000; }
+  p, li, figcaption, p.note, p.lead { max-width: none; color: #000; }
+  figcaption { font-size: 8.5pt; }
   .scroll { overflow: visible; }
   table { font-size: 7.5pt; width: 100%; }
   th, td { padding: .15rem .3rem; }
-  th { white-space: normal; color: #000; }
+  th { color: #000; }
   th:first-child, td:first-child { position: static; min-width: 0; }
-  td.words { min-width: 0; }
+  th.words, td.words { min-width: 0; }
   td.best { background: none; }
   thead { display: table-header-group; }
   tr, figure { break-inside: avoid; }
   h2, h3 { break-after: avoid; }
   img { max-height: 235mm; width: auto; }
   code { background: none; padding: 0; }
-  details::details-content { content-visibility: visible; display: block; }
 }
 """
 NARROW = "screen and (max-width: 40rem)"
@@ -82,7 +85,7 @@ def table(
     """An HTML table in a box of its own, which scrolls where the page is too narrow.
 
     Args:
-        header: Column names.
+        header: Column names; () for a table without.
         rows: Cells as text.
         best: For each row the column (or columns) to mark as the best, -1 (or none) for none; () for none at all.
         groups: Headings above the column names, each with the number of columns that it spans.

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import sqrt
 
-from tntprune.report.groups import SCHEMES, Backbone, Group
+from tntprune.report.groups import SCHEMES, Group
 from tntprune.report.tables import LOW, buckets
 from tntprune.results import Row
 
+Bucket = dict[str, Row]  # the best row of each line at about one cost
+NAMED = 5  # methods that are named before the rest is counted
 NOISE = (
     "How sure that is: the standard error of a top-1 is that of a binomial share. The rows were measured on the same "
     "images, so a difference of two rows is surer than if each had had images of its own; how much surer cannot be "
     "told from counts alone. Its standard error is therefore an upper bound: that of independent images, or less where "
     "so few guesses differ from the unpruned model's that the rows cannot differ on more images. A difference within "
-    "two of these is called a tie."
+    "two of these is called a tie, or within noise; what follows ± is two of them. Methods are compared at costs to "
+    "the nearest ten percent of the unpruned model's MACs (multiply-accumulates), so that one of two may have up to "
+    "ten points more."
 )
 
 
@@ -43,65 +48,64 @@ def tie(one: Row, other: Row) -> bool:
     return abs(one.top1 - other.top1) <= 2 * error_of_difference(one, other)
 
 
-def summary(groups: Sequence[Group]) -> list[str]:
-    """One paragraph for each backbone and scheme."""
+def summary(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
+    """For each backbone and scheme what it is about, and a paragraph on each of the paper's two regimes."""
     found = []
     for group in groups:
+        on = f", {group.label}" if len(groups) > 1 else ""
         for backbone in group.backbones:
-            on = f" on {group.label}" if len(groups) > 1 else ""
-            own = [_scheme(backbone, scheme) for scheme in group.schemes if backbone.lines(scheme)]
-            found.append(
-                f"{backbone.label}{on}: the unpruned model is right on {backbone.base.top1:.1f} % of "
-                f"{backbone.base.images:,} images (standard error {standard_error(backbone.base):.1f}). "
-                + (" ".join(own) or "Nothing else was measured of it.")
-            )
+            base = backbone.base
+            right = f"{base.top1:.1f} % of {base.images:,} images (standard error {standard_error(base):.1f})"
+            for scheme in group.schemes:
+                if backbone.lines(scheme):
+                    topic = f"{backbone.label}, {SCHEMES[scheme]}{on}: unpruned {right}"
+                    found.append((topic, _regimes(base, buckets(backbone, scheme))))
     return found
 
 
-def _scheme(backbone: Backbone, scheme: str) -> str:
-    found = buckets(backbone, scheme)
-    high = {share: bucket for share, bucket in found.items() if share >= LOW}
-    low = {share: bucket for share, bucket in found.items() if share < LOW}
-    said = [
-        f"{name}, {_regime(backbone.base, own)}"
-        for name, own in ((f"at {LOW} % of the MACs or more", high), (f"below {LOW} %", low))
-        if own
-    ]
-    return f"With {SCHEMES[scheme]}, {'; '.join(said)}."
+def _regimes(base: Row, found: dict[int, Bucket]) -> list[str]:
+    said = []
+    for words, own in (
+        (f"At {LOW} % of the MACs or more", {share: bucket for share, bucket in found.items() if share >= LOW}),
+        (f"Below {LOW} % of the MACs", {share: bucket for share, bucket in found.items() if share < LOW}),
+    ):
+        if own:
+            compared = [bucket for bucket in own.values() if len(bucket) > 1]
+            said.append(f"{words}: {_best(compared)} {_price(base, *next(reversed(own.items())))}")
+    return said
 
 
-def _regime(base: Row, found: dict[int, dict[str, Row]]) -> str:
-    """Who is best at how many shares and by how much, and what that costs at the smallest."""
-    wins: dict[str, list[tuple[float, bool]]] = {}  # by method: the lead over the next one, and whether it is a tie
-    for bucket in found.values():
-        if len(bucket) > 1:
-            (best, row), (_, other), *_ = sorted(bucket.items(), key=lambda item: -item[1].top1)
-            wins.setdefault(best, []).append((row.top1 - other.top1, tie(row, other)))
-    compared = sum(map(len, wins.values()))
-    if wins:
-        ranked = sorted(wins.items(), key=lambda item: -len(item[1]))
-        parts = [_lead(name, leads, compared) for name, leads in ranked]
-        said = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    else:
-        said = "there are no two methods of about the same cost to compare"
-    share, bucket = next(reversed(found.items()))
-    name, row = max(bucket.items(), key=lambda item: item[1].top1)
-    drop = base.top1 - row.top1
-    bound = "no more than chance allows" if tie(base, row) else f"give or take {2 * error_of_difference(base, row):.1f}"
-    way = f"lower by {drop:.1f}" if drop > 0 else f"higher by {-drop:.1f}" if drop < 0 else "the same"
-    points = f" points ({bound})" if drop else ""
-    return f"{said}; at about {share} % {name} has {row.top1:.1f} %, {way}{points} than the unpruned model".replace(
-        "the same than", "the same as"
-    )
-
-
-def _lead(name: str, leads: list[tuple[float, bool]], compared: int) -> str:
-    small, large = min(lead for lead, _ in leads), max(lead for lead, _ in leads)
+def _best(found: Sequence[Bucket]) -> str:
+    """Who is first at how many costs and by how much, and who cannot be told from the first at any of them."""
+    if not found:
+        return "no two methods have about the same cost and can be compared."
+    leads: dict[str, list[tuple[float, bool]]] = {}  # over the next method, and whether it is a tie
+    close: Counter[str] = Counter()
+    for bucket in found:
+        (first, row), (_, second), *_ = sorted(bucket.items(), key=lambda item: -item[1].top1)
+        leads.setdefault(first, []).append((row.top1 - second.top1, tie(row, second)))
+        close.update(name for name, other in bucket.items() if other is row or tie(row, other))
+    name, own = max(leads.items(), key=lambda item: len(item[1]))
+    small, large = min(own)[0], max(own)[0]
     by = f"{small:.1f}" if f"{small:.1f}" == f"{large:.1f}" else f"{small:.1f} to {large:.1f}"
-    ties = sum(tied for _, tied in leads)
-    sure = (
-        ("a tie" if len(leads) == 1 else "all ties") if ties == len(leads)
-        else "beyond noise" if not ties else f"{ties} of them {'a tie' if ties == 1 else 'ties'}"
-    )  # fmt: skip
-    count = f"at {len(leads)} of {compared} shares" if compared > 1 else "at the one share compared"
-    return f"{name} is best {count}, by {by} over the next method ({sure})"
+    ties = sum(tied for _, tied in own)
+    sure = "beyond noise" if not ties else "all ties" if 1 < ties == len(own) else f"{ties} of {len(own)} ties"
+    sure = "a tie" if ties == len(own) == 1 else sure
+    costs = f"at {len(own)} of {len(found)} costs" if len(found) > 1 else "at the one cost compared"
+    others = [other for other, times in close.items() if times == len(found) and other != name]
+    told = f"{name} is first {costs}, by {by} points over the next method ({sure})."
+    if others:
+        where = "at every cost" if len(found) > 1 else "there"
+        more = f"; and {len(others) - NAMED} more" if len(others) > NAMED else ""
+        told += f" Within noise of the first {where}: {'; '.join(others[:NAMED])}{more}."
+    return told
+
+
+def _price(base: Row, share: int, bucket: Bucket) -> str:
+    """What the least cost of a regime takes away."""
+    name, row = max(bucket.items(), key=lambda item: item[1].top1)
+    told = f"The least of these costs, about {share} %, leaves {row.top1:.1f} % with {name}"
+    if tie(base, row):
+        return f"{told}, within noise of the unpruned model."
+    lost, error = base.top1 - row.top1, 2 * error_of_difference(base, row)
+    return f"{told}, {abs(lost):.1f} ± {error:.1f} points {'below' if lost > 0 else 'above'} the unpruned model."

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tntprune.report.figures import scale_of
-from tntprune.report.groups import Backbone, options_of
+from tntprune.report.groups import Backbone, in_words, options_of
 from tntprune.report.page import table
 from tntprune.results import Row
 
@@ -54,22 +54,43 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def every_row(backbone: Backbone, scheme: str) -> Table:
-    """All rows of a backbone and a scheme, by method and multiply-accumulates, below the unpruned model."""
-    scale, unit = scale_of(backbone.base.macs)
+    """All rows of a backbone and a scheme, by method and multiply-accumulates, below the unpruned model.
+
+    Of a setting only those options are given that differ within its line; `shared` has the others.
+    """
+    base = backbone.base
+    scale, unit = scale_of(base.macs)
     header = [
-        "method", "setting", "top-1, %", "drop", "top-5, %", "same as unpruned, %", unit, "MACs, %", "images/s",
+        "method", "setting", "top-1, %", "drop", "top-5, %", "agree\u00adment, %", unit, "MACs, %", "images/s",
         "speed-up", "memory, MiB",
     ]  # fmt: skip
-    rows = [row for line in backbone.lines(scheme).values() for row in line]
-    return Table(header, [_cells(row, backbone.base, scale) for row in (backbone.base, *rows)], words=[1])
+    rows = [_cells(base, base, scale, {})]
+    for line in backbone.lines(scheme).values():
+        same = _shared(line)
+        rows += [_cells(row, base, scale, same) for row in line]
+    return Table(header, rows, words=[1])
 
 
-def _cells(row: Row, base: Row, scale: float) -> list[str]:
+def shared(backbone: Backbone, scheme: str) -> str:
+    """The options that all rows of a line share, line by line; "" if there are none."""
+    found = {label: in_words(_shared(line)) for label, line in backbone.lines(scheme).items()}
+    return "; ".join(f"{label}: {words}" for label, words in found.items() if words)
+
+
+def _shared(line: Sequence[Row]) -> dict[str, str]:
+    if len(line) < 2:
+        return {}
+    first, *others = (options_of(row.setting.config) for row in line)
+    return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+
+
+def _cells(row: Row, base: Row, scale: float, same: dict[str, str]) -> list[str]:
     mark = "†" if row.busy is not None and row.busy > BUSY else ""
     whole = row is base
+    own = {name: value for name, value in options_of(row.setting.config).items() if name not in same}
     return [
         row.name,
-        options_of(row.setting.config),
+        in_words(own),
         f"{row.top1:.2f}",
         NOTHING if whole else signed(base.top1 - row.top1),
         f"{row.top5:.2f}",
@@ -123,7 +144,9 @@ def buckets(backbone: Backbone, scheme: str) -> dict[int, dict[str, Row]]:
 def commands(rows: Sequence[Row]) -> Table:
     """The command that measures each row again."""
     header = ["method", "setting", "key", "command"]
-    cells = [[row.name, options_of(row.setting.config), row.setting.key, row.command or NOTHING] for row in rows]
+    cells = [
+        [row.name, in_words(options_of(row.setting.config)), row.setting.key, row.command or NOTHING] for row in rows
+    ]
     return Table(header, cells, words=[1, 2, 3])
 
 
