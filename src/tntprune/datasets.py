@@ -64,12 +64,12 @@ def open_photos(
     split = split or ("train" if training else "validation")
     opened = _open(str(spec), kind, name, split, root, samples)
     title = f"{spec} {split.split('|')[0]}"
-    numbers = class_numbers(opened, kind, model, str(spec)) if labelled else None
+    remote = opened.reader.builder.as_streaming_dataset(split=split) if kind == "hfids" else None
+    numbers = class_numbers(_names(opened if remote is None else remote), model, str(spec)) if labelled else None
     if kind == "wds":
         return _shards(opened.reader, title, numbers)
-    if kind == "hfids":
-        data = opened.reader.builder.as_streaming_dataset(split=split)
-        return Remote(title, opened.reader.num_samples, numbers, data)
+    if remote is not None:
+        return Remote(title, opened.reader.num_samples, numbers, remote)
     return Listed(_from_torch(opened) if kind == "torch" else _from_reader(opened.reader), title, numbers, len(opened))
 
 
@@ -110,22 +110,22 @@ EXPECTED = {
 }
 
 
-def class_numbers(opened: Any, kind: str, model: Any, spec: str) -> list[int]:
-    """The model's class for each class of a data set; where that has no names, they are the model's own.
+def _names(opened: Any) -> list[str]:
+    """The names of a data set's classes, where it has them: of torchvision, of Hugging Face, or of timm's reader."""
+    features = getattr(getattr(opened, "reader", None), "dataset", opened)
+    label = (getattr(features, "features", None) or {}).get("label")
+    found = getattr(opened, "wnids", None) or getattr(opened, "classes", None) or getattr(label, "names", None)
+    return [str(name) for name in found or []]
+
+
+def class_numbers(names: list[str], model: Any, spec: str) -> list[int]:
+    """The model's class for each class of a data set; where those have no names, they are the model's own.
 
     Raises:
         UserError: they are not the model's classes.
     """
-    if kind == "torch":
-        names = list(getattr(opened, "wnids", None) or getattr(opened, "classes", None) or [])
-    else:
-        known = opened.reader.class_to_idx
-        names = sorted(known, key=known.get)
-    if not names:
-        class_index([], model, spec)  # the model has classes at all
-        return list(range(model.num_classes))
-    index = class_index([str(name) for name in names], model, spec, "classes")
-    return [index[str(name)] for name in names]
+    index = class_index(names, model, spec, "classes")
+    return [index[name] for name in names] if names else list(range(model.num_classes))
 
 
 class Listed(Sequence[Photo]):

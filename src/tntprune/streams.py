@@ -84,7 +84,7 @@ def number_of(label: Any, numbers: list[int], name: str) -> int:
     except (TypeError, ValueError):
         raise UserError(f"{name}: has no label; expected a class index from 0 to {len(numbers) - 1}") from None
     if not 0 <= index < len(numbers):
-        raise UserError(f"{name}: has the label {label}; expected a class index from 0 to {len(numbers) - 1}")
+        raise UserError(f"{name}: has the label {index}; expected a class index from 0 to {len(numbers) - 1}")
     return numbers[index]
 
 
