@@ -95,8 +95,8 @@ def _sections(group: Group, styles: dict[str, Look], on: str) -> list[tuple[str,
         "can be a tie with others, see the summary."
     )
     listed_words = (
-        "The drop is in points of top-1 against the unpruned model; agreement is the share of images on which the first "
-        "guess is the unpruned model's. A dash is what was not measured or has no meaning; "
+        "The drop is in points of top-1 against the unpruned model; agreement is the share of images on which the "
+        "first guess is the unpruned model's. A dash is what was not measured or has no meaning; "
         f"† a speed taken while other programs used more than {tables.BUSY} processors."
     )
     if not group.schemes:

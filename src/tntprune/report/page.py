@@ -28,13 +28,14 @@ img { max-width: 100%; height: auto; display: block; }
 .scroll { overflow-x: auto; margin: .8rem 0; max-width: 100%; }
 table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; font-size: .88rem;
         line-height: 1.4; }
-th, td { padding: .32rem .7rem; text-align: right; border-bottom: 1px solid #e3e6ec; white-space: nowrap;
+th, td { padding: .32rem .55rem; text-align: right; border-bottom: 1px solid #e3e6ec; white-space: nowrap;
          vertical-align: top; }
-th { font-weight: 600; color: #4a5266; border-bottom: 2px solid #c9ceda; vertical-align: bottom; white-space: normal; }
+th { font-weight: 600; color: #4a5266; border-bottom: 2px solid #c9ceda; vertical-align: bottom; white-space: normal;
+     min-width: 4.4em; }
 th.group { text-align: center; white-space: nowrap; border-bottom: 1px solid #c9ceda; }
 th.group + th.group { border-left: 1px solid #e3e6ec; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; padding-left: 0;
-                                 max-width: 13rem; white-space: normal; min-width: 6.5rem; }
+                                 max-width: 13rem; white-space: normal; min-width: 8.5rem; }
 th.words, td.words { text-align: left; white-space: normal; min-width: 7rem; overflow-wrap: anywhere; }
 td.best { font-weight: 700; background: #eef4f9; }
 td.best::before { content: "\\2605\\00a0"; font-size: .75em; vertical-align: .08em; }
@@ -49,7 +50,7 @@ footer { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid #e3e6ec; co
   h1 { font-size: 1.4rem; }
   table { font-size: .82rem; }
   th, td { padding: .3rem .5rem; }
-  th:first-child, td:first-child { max-width: 7.5rem; border-right: 1px solid #e3e6ec; padding-right: .5rem; }
+  th:first-child, td:first-child { max-width: 7.5rem; min-width: 6.5rem; border-right: 1px solid #e3e6ec; padding-right: .5rem; }
 }
 @media print {
   @page { margin: 14mm 12mm; }
@@ -60,7 +61,7 @@ footer { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid #e3e6ec; co
   .scroll { overflow: visible; }
   table { font-size: 7.5pt; width: 100%; }
   th, td { padding: .15rem .3rem; }
-  th { color: #000; }
+  th { color: #000; min-width: 0; }
   th:first-child, td:first-child { position: static; min-width: 0; }
   th.words, td.words { min-width: 0; }
   td.best { background: none; }
@@ -92,9 +93,9 @@ def table(
         words: Columns that hold words, not figures: set to the left, and broken into lines.
     """
     above = "".join(f'<th class="group" colspan="{span}">{escape(text)}</th>' for text, span in groups)
-    head = (
-        f"<tr>{above}</tr>" if groups else ""
-    ) + f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in header)}</tr>"
+    names = "".join(f"<th{' class=words' if n in words else ''}>{escape(cell)}</th>" for n, cell in enumerate(header))
+    lines = "".join(f"<tr>{line}</tr>" for line in (above, names) if line)
+    head = f"<thead>{lines}</thead>" if lines else ""
     body = ""
     for number, row in enumerate(rows):
         marked = best[number] if best else ()
@@ -104,7 +105,7 @@ def table(
             kind = "best" if column in marked else "words" if column in words else ""
             cells += f"<td{f' class={kind}' if kind else ''}>{escape(cell)}</td>"
         body += f"<tr>{cells}</tr>\n"
-    return f"<div class=scroll><table><thead>{head}</thead><tbody>\n{body}</tbody></table></div>"
+    return f"<div class=scroll><table>{head}<tbody>\n{body}</tbody></table></div>"
 
 
 def picture(data: bytes, alt: str, form: str = "png", narrow: bytes | None = None) -> str:

@@ -61,7 +61,7 @@ def every_row(backbone: Backbone, scheme: str) -> Table:
     base = backbone.base
     scale, unit = scale_of(base.macs)
     header = [
-        "method", "setting", "top-1, %", "drop", "top-5, %", "agree\u00adment, %", unit, "MACs, %", "images/s",
+        "method", "setting", "top-1, %", "drop", "top-5, %", "agreement, %", unit, "MACs, %", "images/s",
         "speed-up", "memory, MiB",
     ]  # fmt: skip
     rows = [_cells(base, base, scale, {})]
@@ -144,10 +144,9 @@ def buckets(backbone: Backbone, scheme: str) -> dict[int, dict[str, Row]]:
 def commands(rows: Sequence[Row]) -> Table:
     """The command that measures each row again."""
     header = ["method", "setting", "key", "command"]
-    cells = [
-        [row.name, in_words(options_of(row.setting.config)), row.setting.key, row.command or NOTHING] for row in rows
-    ]
-    return Table(header, cells, words=[1, 2, 3])
+    settings = [in_words(options_of(row.setting.config)) for row in rows]
+    cells = [[r.name, words, r.setting.key, r.command or NOTHING] for r, words in zip(rows, settings, strict=True)]
+    return Table(header, cells, words=[1, 3])
 
 
 def share(row: Row) -> float:
