@@ -1,18 +1,24 @@
 from __future__ import annotations
 
+import random
+from contextlib import suppress
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from timm.data.distributed_sampler import RepeatAugSampler
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make
-from tntprune.augment import LIGHT
-from tntprune.batches import LoaderSource, PhotoSource, TensorSource, chosen
+from tntprune.augment import AUTHORS, LIGHT
+from tntprune.batches import LoaderSource, PhotoSource, Share, TensorSource, chosen
 from tntprune.data import Photo, Photos, all_photos, transform_for
 from tntprune.errors import UserError
+from tntprune.mixing import Mixer, mixer_for
 
 
 def refused(call, *words: str) -> None:
@@ -129,6 +135,104 @@ def test_fewer_photos_than_a_batch_are_one_batch(folder):
 def test_a_photo_that_cannot_be_read_stops_by_name(folder, workers):
     (folder / "3.png").write_bytes(b"no image")
     refused(lambda: list(photo_source(folder, workers).batches(0, 4)), f"{folder / '3.png'}: not an image")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(2, 60), batch=st.integers(1, 12), parts=st.integers(1, 4), repeats=st.integers(1, 5),
+    epoch=st.integers(0, 3),
+)  # fmt: skip
+def test_repeated_photos_come_as_from_timms_sampler(count, batch, parts, repeats, epoch):
+    batch *= parts
+    if count < batch:
+        return
+    per_epoch, share = count // batch, Share(parts, tuple(range(parts)))
+    mine: list[list[int]] = [[] for _ in range(parts)]
+    for step in range(epoch * per_epoch, (epoch + 1) * per_epoch):
+        number, positions, copies = chosen(count, batch, 0, step, repeats)
+        assert number == epoch and len(positions) == len(copies) == batch
+        for part in share.mine:
+            mine[part] += share.cut(positions, part)
+    for part in share.mine:
+        sampler = RepeatAugSampler(range(count), parts, part, num_repeats=repeats, selected_round=0)
+        sampler.set_epoch(epoch)
+        assert mine[part] == list(sampler)[: len(mine[part])]
+        assert len(sampler) - batch < len(mine[part]) <= len(sampler)  # but for the last, smaller batch
+
+
+@given(count=st.integers(1, 60), batch=st.integers(1, 70), repeats=st.integers(1, 5), seed=st.integers(0, 99))
+def test_each_copy_of_a_photo_is_another_and_they_are_neighbours(count, batch, repeats, seed):
+    steps = [chosen(count, batch, seed, step, repeats) for step in range(max(1, count // batch))]
+    pairs = [pair for _, positions, copies in steps for pair in zip(positions, copies, strict=True)]
+    assert len(set(pairs)) == len(pairs) == len(steps) * min(batch, count)
+    assert {copy for _, copy in pairs} <= set(range(repeats))
+    assert len({position for position, _ in pairs}) == -(-len(pairs) // repeats)
+    starts = [i for i, (_, copy) in enumerate(pairs) if copy == 0]
+    assert all(pairs[i + copy] == (pairs[i][0], copy) for i in starts for copy in range(min(repeats, len(pairs) - i)))
+
+
+FULL = replace(AUTHORS, crop=0.5)
+
+
+def full_source(folder, workers: int, batch: int = 6, augmentation=FULL, labelled: bool = True) -> PhotoSource:
+    found = [Photo(photo.path, i) for i, photo in enumerate(all_photos(folder))]
+    photos = Photos(found, transform_for(make("plain"), augmentation), seed=4)
+    return PhotoSource(photos, batch, 4, workers, labelled, augmentation.repeats, mixer_for(augmentation, 7, 0.1, 4))
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_the_whole_recipe_gives_the_same_whatever_the_workers_the_process_and_the_resumption(folder, labelled):
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    three = Share(3, (0, 1, 2))
+    whole = list(full_source(folder, 0, labelled=labelled).batches(0, 4, three))
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert all(len(x) == 2 and (y is None) == (not labelled) for x, y in whole)
+    assert not labelled or all(y.shape == (2, 7) and torch.allclose(y.sum(1), torch.ones(2)) for _, y in whole)
+    assert len({x.numpy().tobytes() for x, _ in whole}) == 12
+    for workers, first, mine in ((0, 0, (0, 1, 2)), (1, 2, (0, 1, 2)), (0, 1, (1,)), (2, 0, (0, 2))):
+        np.random.seed(first)
+        expected = [whole[3 * step + part] for step in range(first, 4) for part in mine]
+        assert same(full_source(folder, workers, labelled=labelled).batches(first, 4, Share(3, mine)), expected)
+
+
+def test_in_an_epoch_of_repeated_photos_each_comes_in_several_versions(folder):
+    source = full_source(folder, 0, augmentation=replace(FULL, mixup=0, cutmix=0))
+    seen: dict[int, list[torch.Tensor]] = {}
+    for images, labels in source.batches(0, 1):
+        for image, label in zip(images, labels.tolist(), strict=True):
+            seen.setdefault(label, []).append(image)
+    assert sorted(map(len, seen.values())) == [3, 3]
+    for versions in seen.values():
+        assert len({image.numpy().tobytes() for image in versions}) == 3
+
+
+def test_tensors_are_mixed_too_and_stay_as_they_were():
+    images = torch.randn(6, 3, 4, 4)
+    kept, labels = images.clone(), torch.arange(6)
+    mixer = Mixer(AUTHORS, 6, 0.0, 0)
+    source = TensorSource(images, labels, 4, 0, mixer)
+    for step, (mixed, shares) in enumerate(source.batches(0, 5)):
+        _, index, _ = chosen(6, 4, 0, step)
+        assert same([(mixed, shares)], [mixer(step, 0, kept[index], labels[index])])
+    assert torch.equal(images, kept)
+
+
+@pytest.mark.parametrize(("batch", "parts"), [(3, 1), (6, 2), (50, 1)])
+def test_parts_that_cannot_be_mixed_are_refused_before_anything_is_read(folder, batch, parts):
+    (folder / "0.png").write_bytes(b"no image")
+    source = full_source(folder, 0, batch)
+    refused(lambda: next(source.batches(0, 1, Share(parts, (0,)))), "expected an even number")
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "mine", "workers"), [(0, 2, (0,), 2), (1, 2, (0,), 1), (1, 1, (0,), 0), (0, 2, (0, 1, 2), 4)]
+)
+def test_no_more_workers_than_there_are_batches(folder, monkeypatch, first, last, mine, workers):
+    made = []
+    monkeypatch.setattr("tntprune.loading.DataLoader", lambda *args, **options: made.append(options) or iter(()))
+    with suppress(ValueError):  # nothing comes of it
+        list(full_source(folder, 4).batches(first, last, Share(3, mine)))
+    assert [options["num_workers"] for options in made] == [workers]
 
 
 IMAGES = torch.arange(6.0).reshape(6, 1, 1, 1)

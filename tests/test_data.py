@@ -21,6 +21,7 @@ from tntprune.augment import AUTHORS, LIGHT
 from tntprune.data import (
     Photo,
     Photos,
+    Sent,
     all_photos,
     class_index,
     collate,
@@ -188,6 +189,10 @@ def test_items_depend_on_seed_epoch_and_position_alone(noisy):
     for key in reversed(first):  # in another order, and from another state of the generators
         assert torch.equal(again[key][0], first[key])
     assert torch.equal(photos[0][0], first[0, 0])  # a position alone is epoch 0
+    copies = [photos[0, 0, copy][0] for copy in range(3)]
+    assert torch.equal(copies[0], first[0, 0]) and not torch.equal(copies[1], copies[2])
+    sent = Sent(photos.photos[1], 1, 1, 0)  # a photo that comes along with its key
+    assert torch.equal(photos[sent][0], photos[1, 1][0]) and photos[sent][1:] == photos[1, 1][1:]
     assert not torch.equal(first[0, 0], first[1, 0])
     assert not torch.equal(photos_of(noisy, seed=6, transform=augment)[0, 0][0], first[0, 0])
 
@@ -199,17 +204,21 @@ def test_reading_leaves_the_generators_alone(noisy):
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
 
-def draws() -> tuple[float, float]:
-    return random.random(), torch.rand(1).item()
+def draws() -> tuple[float, float, float]:
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+def start() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @given(key=st.lists(st.integers(-(2**70), 2**70), min_size=1, max_size=4))
 def test_fixed_randomness_follows_from_the_key_and_is_undone(key):
-    random.seed(0)
-    torch.manual_seed(0)
+    start()
     expected = [draws() for _ in range(2)]
-    random.seed(0)
-    torch.manual_seed(0)
+    start()
     found = [draws()]
     with fixed_randomness(*key):
         inside = draws()
@@ -223,13 +232,13 @@ def test_fixed_randomness_follows_from_the_key_and_is_undone(key):
 
 
 def test_fixed_randomness_is_undone_after_an_error():
-    random.seed(0)
-    torch.manual_seed(0)
-    before = torch.get_rng_state(), random.getstate()
+    start()
+    expected = draws()
+    start()
     with pytest.raises(KeyError), fixed_randomness(1):
         draws()
         raise KeyError
-    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert draws() == expected
 
 
 def test_keys_are_not_mixed_up():
@@ -277,8 +286,12 @@ def test_images_are_grey_for_a_model_of_one_channel():
 
 
 def test_there_is_always_a_worker(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for processors, workers in ((None, 1), (1, 1), (2, 1), (4, 2), (64, 8)):
         monkeypatch.setattr("os.cpu_count", lambda count=processors: count)
+        assert default_workers() == workers
+    for together, workers in ((1, 8), (2, 8), (8, 4), (64, 1)):  # processes on this machine
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(together))
         assert default_workers() == workers
 
 

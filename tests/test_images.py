@@ -361,3 +361,32 @@ def test_a_sliver_is_refused_before_it_is_blown_up(tmp_path):
         read_image(tmp_path / "sliver.png")
     (tmp_path / "long.png").write_bytes(encoded(Image.new("L", (100, 1)), "PNG"))
     assert read_image(tmp_path / "long.png").size == (100, 1)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_bytes_and_images_are_read_as_files_are(tmp_path, mode):
+    for number, image in enumerate((Image.fromarray(NOISE), Image.fromarray(NOISE).convert("CMYK"))):
+        form = "PNG" if image.mode == "RGB" else "TIFF"
+        path = tmp_path / f"{number}.{SUFFIX_OF[form]}"
+        path.write_bytes(encoded(image, form))
+        expected = np.asarray(read_image(path, mode))
+        assert np.array_equal(np.asarray(read_image(path.read_bytes(), mode)), expected)
+        assert np.array_equal(np.asarray(read_image(image, mode)), expected)
+        assert image.getpixel((0, 0))  # and is as usable as before
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (b"", "empty file"),
+        (b"no image", "not an image that can be read"),
+        (encoded(Image.fromarray(NOISE), "PNG")[:-60], "cannot be read"),
+        (Image.new("L", (1, 101)), "expected sides of at most 100 to 1"),
+        (Image.new("I", (4, 4)), "32 bits a channel"),
+    ],
+)
+def test_what_is_wrong_with_bytes_and_images_is_told_by_the_name_that_was_given(source, words):
+    with pytest.raises(BadImage, match=f"^set photo 3: .*{words}"):
+        read_image(source, name="set photo 3")
+    with pytest.raises(BadImage, match=r"^an image: "):
+        read_image(source)

@@ -149,7 +149,7 @@ def load(photos: Photos, sampler: Any, workers: int, pin: bool = False) -> DataL
     """
     return DataLoader(
         photos, batch_sampler=sampler, num_workers=workers, collate_fn=collate, worker_init_fn=ignore_interrupts,
-        pin_memory=pin,
+        pin_memory=pin, generator=torch.Generator(),  # its own, so that the seed it draws is taken from no one
     )  # fmt: skip
 
 
