@@ -348,15 +348,20 @@ def test_a_bad_image_in_a_shard_stops_the_training_by_name(shards):
     refused(lambda: list(photo_source(found).batches(0, 1)), "train-0.tar/0002.png: not an image")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+WHOLE = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]  # the batches of a single process
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_processes_that_evaluate_share_all_photos(shards, size, workers):
-    found = stream_of(shards([5, 5]))
+@pytest.mark.parametrize("streamed", [True, False])
+def test_processes_that_evaluate_share_all_photos(shards, size, workers, streamed):
+    found = stream_of(shards([5, 5])) if streamed else list(stream_of(shards([5, 5])).photos())
     photos, seen = Photos(found, transform_for(SEVEN)), []
     for rank in range(size):
-        loader = in_order(photos, 2, workers, rank, size)
+        loader = in_order(photos, 4, workers, rank, size)
         batches = list(loader)
         assert len(loader) == len(batches)
+        assert all(batch.positions.tolist() in WHOLE for batch in batches)
         for batch in batches:
             assert batch.labels.tolist() == [position % 7 for position in batch.positions.tolist()]
             seen += batch.positions.tolist()

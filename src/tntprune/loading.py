@@ -103,13 +103,15 @@ class StreamKeys:
 
 
 class InOrder:
-    """A batch sampler that goes once through all photos in their order, or through every `size`-th.
+    """A batch sampler that goes once through all photos in their order.
+
+    Several processes share the batches, which are the same ones as in a single process.
 
     Args:
         photos: What to read.
         batch: Photos at a time.
-        rank: The first that is taken.
-        size: The distance to the next.
+        rank: The number of this process.
+        size: How many there are.
     """
 
     def __init__(self, photos: Photos, batch: int, rank: int, size: int) -> None:
@@ -122,12 +124,15 @@ class InOrder:
             if isinstance(found, Stream)
             else iter(range(len(found)))
         )
-        mine = islice(keys, self.rank, None, self.size)
-        while batch := list(islice(mine, self.batch)):
-            yield batch
+        number = 0
+        while batch := list(islice(keys, self.batch)):
+            if number % self.size == self.rank:
+                yield batch
+            number += 1
 
     def __len__(self) -> int:
-        return -(-len(range(self.rank, len(self.photos), self.size)) // self.batch)
+        batches = -(-len(self.photos) // self.batch)
+        return len(range(self.rank, batches, self.size))
 
 
 def in_order(
