@@ -70,9 +70,17 @@ def paper(
         Literal["fp32", "bf16", "fp16"], tyro.conf.arg(help="of the forward pass; the head stays in fp32")
     ] = "fp32",
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
-    together: Annotated[
+    together: Annotated[int, tyro.conf.arg(metavar="INT", help="settings for which photos are read once")] = 8,
+    on_bad_image: Annotated[
+        Literal["error", "skip"], tyro.conf.arg(help="stop at one, or count it and exit with 3")
+    ] = "error",
+    parts: Annotated[
         int | None,
-        tyro.conf.arg(metavar="INT", help="settings for which photos are read once", help_behavior_hint=""),
+        tyro.conf.arg(
+            metavar="INT",
+            help="that the batches of trainings are worked through in: more need less memory (one a process)",
+            help_behavior_hint="",
+        ),
     ] = None,
     device: Device = "cpu",
     workers: Workers = None,
@@ -84,14 +92,57 @@ def paper(
     Trains what learns, evaluates every setting, and writes results.jsonl, report.html and paper.md. What was done is
     not done again: run the same command to continue.
     """
+    import shlex
+    import sys
+
+    from tntprune.errors import UsageError
     from tntprune.paper.names import BACKBONES
     from tntprune.paper.plan import make_plan
+    from tntprune.training import MAX_SEED, check_whole
 
+    for name, value in (("limit", limit), ("together", together), ("batch_size", batch_size), ("parts", parts)):
+        if value is not None:
+            check_whole(name, value, 1)
+    check_whole("seed", seed, 0, MAX_SEED)
     plan = make_plan(backbones or BACKBONES, only)
     if dry_run:
         from tntprune.paper.dry import dry
 
-        told, text = dry(plan, data, train_data, recipe, limit, device, precision)
+        told, text = dry(plan, data, train_data, recipe, limit, device, precision, speed)
         tell(json, told, text)
         return 0
-    return 1
+    if data is None or out is None:
+        raise UsageError("expected --data DIR with photos and --out DIR; --dry-run alone needs neither")
+    from tntprune.paper.run import PAGE, REPORT, RESULTS, Options, run
+    from tntprune.paper.summary import summary
+    from tntprune.world import join
+
+    world = join(device)
+    options = Options(
+        data, train_data, out, recipe, trainings, weights_of(weights, plan.models), photos, limit, speed, precision,
+        batch_size, together, on_bad_image, device, workers, seed, parts, shlex.join(["tntprune", *sys.argv[1:]]),
+    )  # fmt: skip
+    measured = run(plan, options, world)
+    if world.main:
+        told, text = summary(plan, measured, {name: str(out / name) for name in (RESULTS, PAGE, REPORT)})
+        tell(json, told, text)
+    return 3 if any(one.row.skipped for one in measured) else 0
+
+
+def weights_of(given: tuple[str, ...], models: list[str]) -> dict[str, Path]:
+    """Files of weights by model.
+
+    Raises:
+        UsageError: it does not say which model a file is of, or a model is not run.
+    """
+    from tntprune.errors import UsageError
+
+    found = {}
+    for text in given:
+        model, equals, file = text.partition("=")
+        if not equals and (len(models) > 1 or len(given) > 1):
+            raise UsageError(f"--weights {text}: {len(models)} models are run; expected {models[0]}=FILE and so on")
+        if equals and model not in models:
+            raise UsageError(f"--weights {text}: {model} is not run; expected one of {', '.join(models)}")
+        found[model if equals else models[0]] = Path(file if equals else text)
+    return found

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 from importlib.resources import files
+from typing import Any
 
 from tntprune.config import TNT
+from tntprune.paper.authors import Authors, authors_of
 from tntprune.paper.names import METHODS
-from tntprune.paper.plan import COLUMNS, Authors, Entry, authors_of
+from tntprune.paper.plan import COLUMNS, Entry
 from tntprune.paper.settings import MODELS, MULTI, published
 
 CAPTION = "The paper's caption says DeiT-S-Distil.; the figures are those of DeiT-B-Distil."
-VARIANTS = {
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("without the similarity step", {"similar": 0}),
     "sequential": ("sequential partition", {"partition": "sequential"}),
     "merge": ("merging", {"similar_how": "merge"}),

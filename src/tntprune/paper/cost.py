@@ -21,11 +21,13 @@ from tntprune.reduce import reduce_, restore_
 
 VAL, TRAIN = 50_000, 1_281_167  # images of ImageNet-1k
 ROUNDS = 3
+TOGETHER = 8  # settings that are run on each batch
+TIMED = 12 * 32  # images that a setting is timed on
 FROZEN, TUNED = 3.0, 4.0  # passes that a step of training is worth, on a frozen model and on one that is tuned
 HOW = (
-    "a few images through each unpruned model with random weights on {device}, the fastest of {rounds} rounds, scaled by "
-    "multiply-accumulates and images; a training step counts as {frozen:g} passes, {tuned:g} where the model itself is "
-    "trained. Reading photos is not in it"
+    "a few images through each unpruned model with random weights on {device}, the fastest of {rounds} rounds, scaled "
+    "by multiply-accumulates and images; a training step counts as {frozen:g} passes, {tuned:g} where the model itself "
+    "is trained. Reading photos is not in it"
 )
 
 _shape = cache(shape_of)
@@ -88,6 +90,7 @@ def estimate(
     precision: Precision = "fp32",
     images: int = VAL,
     photos: int = TRAIN,
+    speed: bool = True,
     per_image: Mapping[str, float] | None = None,
 ) -> Estimate:
     """The time a plan takes.
@@ -99,17 +102,22 @@ def estimate(
         precision: Of the forward pass: "fp32", "bf16" or "fp16".
         images: To evaluate.
         photos: To train on.
+        speed: Whether times are taken as well.
         per_image: Seconds of each unpruned model, if they are known; else they are measured.
     """
     names = plan.models
     pace = dict(per_image) if per_image is not None else {name: seconds(name, device, precision) for name in names}
-    work = sum(count(entry.model, entry.config) / count(entry.model, None) * pace[entry.model] for entry in plan.runs)
+    shared = 1 / TOGETHER  # the unpruned model runs beside each group of settings
+    work = sum(
+        (count(entry.model, entry.config) / count(entry.model, None) + shared) * pace[entry.model]
+        for entry in plan.runs
+    )
     taught = {
         f"{task.model} {task.name}": task.epochs * photos * (TUNED if task.tunes else FROZEN) * pace[task.model]
         for task in trainings
     }
     how = HOW.format(device=device, rounds=ROUNDS, frozen=FROZEN, tuned=TUNED)
-    return Estimate(work * images, taught, images, photos, pace, how)
+    return Estimate(work * (images + speed * TIMED), taught, images, photos, pace, how)
 
 
 @torch.inference_mode()

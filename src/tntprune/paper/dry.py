@@ -23,6 +23,7 @@ def dry(
     limit: int | None,
     device: str,
     precision: Literal["fp32", "bf16", "fp16"],
+    speed: bool = True,
 ) -> tuple[dict[str, Any], str]:
     """The plan as JSON values, and as text for a person.
 
@@ -34,10 +35,11 @@ def dry(
         limit: Photos to evaluate at most.
         device: Where.
         precision: Of the forward pass.
+        speed: Whether times would be taken.
     """
     todo = tasks(plan, recipe)
     images, photos = _images(data, VAL), _images(train_data, TRAIN)
-    found = estimate(plan, todo, device, precision, min(images, limit or images), photos)
+    found = estimate(plan, todo, device, precision, min(images, limit or images), photos, speed)
     told = {
         "settings": [_setting(entry) for entry in plan.entries],
         "ablation": [_setting(entry) for entry in plan.ablation],

@@ -8,52 +8,13 @@ from typing import Any
 
 from tntprune.config import TNT, Config, to_dict
 from tntprune.errors import UsageError
+from tntprune.paper.authors import Authors, authors_of, ranking
 from tntprune.paper.names import BACKBONES, LEARNERS, METHODS, Table, check_only
-from tntprune.paper.settings import MODELS, PARAMETERS, Published, Row, published
+from tntprune.paper.settings import MODELS, PARAMETERS, Row, published
 
 COLUMNS = ("backbone", "scheme", "regime", "method", "keep", "tokens", "gflops_bucket", "rates", "rho", "r")
 MAPS = TNT(at=(1, 2, 3, 4, 5), keep=0.5, similar=25, recipe="paper")  # each block on its own
 MAPPED = ("deit_base_distilled_patch16_224", "deit_small_distilled_patch16_224")  # of the paper's two figures
-
-
-@dataclass(frozen=True)
-class Authors:
-    """What the paper reports of a setting, and of the unpruned model in the same table.
-
-    Args:
-        source: Which row of the paper that is.
-        backbone: As published.csv names it.
-        top1: Percent.
-        gmacs: Billions of multiply-accumulates, which the paper calls GFLOPs.
-        images_per_s: On one A40; None where none is printed.
-        base: The same three figures of the unpruned model.
-        note: What is odd about the row; "" if nothing.
-        not_met: Why the printed GFLOPs are not those of the setting; "" where they are.
-    """
-
-    source: str
-    backbone: str
-    top1: float
-    gmacs: float
-    images_per_s: int | None
-    base: tuple[float, float, int]
-    note: str = ""
-    not_met: str = ""
-
-    @property
-    def drop(self) -> float:
-        """Points of accuracy below the unpruned model."""
-        return self.base[0] - self.top1
-
-    @property
-    def share(self) -> float:
-        """Of the unpruned model's multiply-accumulates."""
-        return self.gmacs / self.base[1]
-
-    @property
-    def speedup(self) -> float | None:
-        """Times as many images/s as the unpruned model."""
-        return None if self.images_per_s is None else self.images_per_s / self.base[2]
 
 
 @dataclass(frozen=True)
@@ -91,7 +52,7 @@ class Entry:
 
     @property
     def scheme(self) -> str:
-        """ "unpruned", "single" or "multi"."""
+        """Whether tokens go nowhere ("unpruned"), at one location ("single") or at several ("multi")."""
         return self.row["scheme"] or "unpruned"
 
     @property
@@ -183,7 +144,8 @@ def make_plan(backbones: Sequence[str] = BACKBONES, only: Sequence[str] = ()) ->
     plans = []
     for backbone in dict.fromkeys(backbones):
         if backbone in BACKBONES:
-            maps = (TokenMap(backbone, METHODS["tnt"], MAPS, "tnt"),) if backbone in MAPPED else ()
+            figure = TokenMap(backbone, METHODS["tnt"], MAPS, "tnt")
+            maps = (figure,) if backbone in MAPPED else ()
             plans.append(Plan(_of_paper(backbone), ablation(backbone), maps=maps))
         else:
             plans.append(substitute(backbone))
@@ -194,13 +156,13 @@ def make_plan(backbones: Sequence[str] = BACKBONES, only: Sequence[str] = ()) ->
         if entry.config is None or (entry.table in parts and entry.method in methods)
     ]
     rows = [e for plan in plans for e in plan.ablation if "ablation" in parts and e.method in methods]
-    maps = tuple(one for plan in plans for one in plan.maps if "maps" in parts and one.training in methods)
-    if not maps and all(entry.config is None for entry in (*entries, *rows)):
+    drawn = tuple(one for plan in plans for one in plan.maps if "maps" in parts and one.training in methods)
+    if not drawn and all(entry.config is None for entry in (*entries, *rows)):
         raise UsageError(f"--only {' '.join(only)}: the paper has nothing of that for {', '.join(backbones)}")
     if {"single", "multi", "ablation"}.isdisjoint(parts):
         entries = []  # token maps compare with nothing
     left_out = tuple(one for plan in plans for one in plan.left_out if one[1] in methods)
-    return Plan(tuple(entries), tuple(rows), tuple(_bases([*entries, *rows])), maps, left_out)
+    return Plan(tuple(entries), tuple(rows), tuple(_bases([*entries, *rows])), drawn, left_out)
 
 
 def _bases(entries: Iterable[Entry]) -> list[Entry]:
@@ -230,24 +192,3 @@ def _of_paper(backbone: str) -> tuple[Entry, ...]:
             Entry(table, backbone, one.model, name, row, one.config, rank, authors_of(one), True, one.note)
         )  # fmt: skip
     return tuple(found)
-
-
-def authors_of(one: Published) -> Authors:
-    """What the paper reports of a row."""
-    base = next(b for b in published() if b.row["method"] == "none" and b.row["backbone"] == one.row["backbone"])
-    figures = (base.top1, base.gmacs, base.images_per_s or 0)
-    return Authors(
-        one.name, one.row["backbone"], one.top1, one.gmacs, one.images_per_s, figures, one.note, one.not_met
-    )  # fmt: skip
-
-
-def ranking(backbones: Iterable[str]) -> dict[str, int]:
-    """The place of each row of some backbones of published.csv, by its name: 1 keeps most tokens."""
-    found = {}
-    for backbone in backbones:
-        for scheme, column in (("single", None), ("multi", "gflops_bucket")):
-            rows = [one for one in published() if (one.row["backbone"], one.row["scheme"]) == (backbone, scheme)]
-            amounts = {one.name: float(one.row[column] if column else one.printed) for one in rows}
-            places = {amount: rank for rank, amount in enumerate(sorted(set(amounts.values()), reverse=True), 1)}
-            found |= {name: places[amount] for name, amount in amounts.items()}
-    return found

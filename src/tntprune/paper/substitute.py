@@ -12,18 +12,9 @@ from tntprune.errors import UserError
 from tntprune.methods.base import Layout, implementation
 from tntprune.models import shape_of
 from tntprune.paper.ablation import ablation
+from tntprune.paper.authors import Authors, authors_of, ranking
 from tntprune.paper.names import METHODS
-from tntprune.paper.plan import (
-    COLUMNS,
-    MAPS,
-    Authors,
-    Entry,
-    Plan,
-    TokenMap,
-    authors_of,
-    ranking,
-    unpruned,
-)
+from tntprune.paper.plan import COLUMNS, MAPS, Entry, Plan, TokenMap, unpruned
 from tntprune.paper.settings import MULTI, PARAMETERS, PATCHES, Published, Row, published, setting
 from tntprune.schedule import truncated
 

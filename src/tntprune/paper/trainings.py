@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tntprune.paper.cost import Task
 from tntprune.paper.names import LEARNERS
 from tntprune.paper.plan import Plan
+from tntprune.runlog import LOG
+from tntprune.world import ALONE, World
 
 if TYPE_CHECKING:
     from tntprune.recipes import Recipe
@@ -15,22 +19,19 @@ if TYPE_CHECKING:
 RecipeName = Literal["published", "short"]
 
 
-def recipe(name: str, kind: RecipeName, seed: int = 0) -> Recipe:
+def recipe(name: str, kind: RecipeName, seed: int = 0, parts: int | None = None) -> Recipe:
     """How something is trained.
 
     Args:
         name: Of LEARNERS.
         kind: "published", as each method's own paper has it, or "short", minutes for a thousand photos.
         seed: Of everything random.
+        parts: That a step's batch is worked through in; None leaves it to the number of processes.
     """
-    from dataclasses import replace
+    from tntprune import recipes
 
-    try:
-        from tntprune import recipes
-    except ImportError:
-        from tntprune.paper import _recipes as recipes  # temporary
     found = (recipes.published if kind == "published" else recipes.short)(LEARNERS[name])
-    return replace(found, training=replace(found.training, seed=seed))
+    return recipes.changed(found, {"seed": seed, "parts": parts})
 
 
 def tasks(plan: Plan, kind: RecipeName) -> list[Task]:
@@ -56,7 +57,8 @@ def train(
     weights: dict[str, Path],
     device: str = "cpu",
     seed: int = 0,
-    world: Any = None,
+    parts: int | None = None,
+    world: World = ALONE,
     workers: int | None = None,
     progress: bool = True,
 ) -> dict[tuple[str, str], Path]:
@@ -70,6 +72,7 @@ def train(
         weights: Files of weights by model; the Hub is asked for others.
         device: Where.
         seed: Of everything random.
+        parts: See `recipe`.
         world: The processes that work together.
         workers: Processes that read photos.
         progress: Show bars.
@@ -85,29 +88,37 @@ def train(
     from tntprune.checkpoint import FILE
     from tntprune.console import load
     from tntprune.errors import UsageError
+    from tntprune.jobs import train_folder
     from tntprune.reduce import reduce_
-    from tntprune.train import train_folder
 
     found = {(model, name): folder(trainings, model, name) for model, name in plan.trainings}
     missing = {key: out for key, out in found.items() if not (out / FILE).is_file()}
+    begun = {key for key, out in missing.items() if (out / LOG).is_file()}
+    missing, begun = world.gather((missing, begun))[0]  # as the main process found it, before any began
     if missing and data is None:
         which = ", ".join(out.name for out in missing.values())
         raise UsageError(f"{which}: to be trained first; expected --train-data DIR, or --trainings DIR with them in it")
     for number, ((model, name), out) in enumerate(missing.items(), 1):
         if progress:
-            tqdm.write(f"training {name} on {model}, {number} of {len(missing)}: {out}", file=_stderr())
-        chosen = recipe(name, kind, seed)
+            tqdm.write(f"training {name} on {model}, {number} of {len(missing)}: {out}", file=sys.stderr)
+        chosen = recipe(name, kind, seed, parts)
         reduced = reduce_(load(model, weights.get(model), device), chosen.config)
         assert data is not None
         about = {"model": model, "recipe": kind}
         train_folder(
-            reduced, data, out, chosen, world=world, workers=workers, resume=out.exists(), about=about,
+            reduced, data, out, chosen, world=world, workers=workers, resume=(model, name) in begun, about=about,
             progress=progress,
         )  # fmt: skip
     return found
 
 
-def _stderr() -> Any:
-    import sys
-
-    return sys.stderr
+def spent(plan: Plan, trainings: Path) -> dict[str, float]:
+    """Seconds that each training took, over all the times it was resumed."""
+    found = {}
+    for model, name in plan.trainings:
+        log = folder(trainings, model, name) / LOG
+        lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+        times = [float(data["seconds"]) for line in lines if "seconds" in (data := json.loads(line))]
+        if times:
+            found[f"{model} {name}"] = times[-1]
+    return found
