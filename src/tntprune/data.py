@@ -6,46 +6,23 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_model_data_config
 from torch import nn
 from torch.utils.data import Dataset
 
 from tntprune.augment import Augmentation
 from tntprune.errors import UsageError, UserError
-from tntprune.images import BadImage, find_images, read_image
+from tntprune.images import BadImage, find_images
+from tntprune.photo import Photo as Photo
+from tntprune.photo import packed
 
 if TYPE_CHECKING:
     from tntprune.streams import Stream
-
-
-@dataclass(frozen=True)
-class Photo:
-    """A photo and its class.
-
-    Args:
-        path: The file; or the name, for messages, where the photo is not in a file of its own.
-        label: A class index, or -1 where no labels are asked for.
-        image: Its bytes or itself, where it is not in a file of its own.
-    """
-
-    path: Path
-    label: int
-    image: bytes | Image.Image | None = None
-
-    def read(self, mode: Literal["RGB", "L"]) -> Image.Image:
-        """The image.
-
-        Raises:
-            BadImage: it cannot be read.
-        """
-        return read_image(self.path if self.image is None else self.image, mode, name=str(self.path))
 
 
 def labelled_photos(folder: Path, model: nn.Module) -> list[Photo]:
@@ -181,7 +158,8 @@ class Photos(Dataset[Any]):
         mode: Literal["RGB", "L"] = "RGB",
         seed: int = 0,
     ) -> None:
-        self.photos, self.transform, self.mode, self.seed = photos, transform, mode, seed
+        self.photos = packed(photos) if isinstance(photos, Sequence) else photos
+        self.transform, self.mode, self.seed = transform, mode, seed
 
     def __len__(self) -> int:
         return len(self.photos)

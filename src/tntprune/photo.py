@@ -1,0 +1,73 @@
+"""A photo and its class, and many of them in little memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, overload
+
+import numpy as np
+from PIL import Image
+
+from tntprune.images import read_image
+
+
+@dataclass(frozen=True)
+class Photo:
+    """A photo and its class.
+
+    Args:
+        path: The file; or the name, for messages, where the photo is not in a file of its own.
+        label: A class index, or -1 where no labels are asked for.
+        image: Its bytes or itself, where it is not in a file of its own.
+    """
+
+    path: Path
+    label: int
+    image: bytes | Image.Image | None = None
+
+    def read(self, mode: Literal["RGB", "L"]) -> Image.Image:
+        """The image.
+
+        Raises:
+            BadImage: it cannot be read.
+        """
+        return read_image(self.path if self.image is None else self.image, mode, name=str(self.path))
+
+
+class Packed(Sequence[Photo]):
+    """Files and their classes, as three arrays: a list of a million photos would take ten times the memory, and that
+    again in each process that reads, for counting references is writing.
+
+    Args:
+        photos: Each in a file of its own.
+    """
+
+    def __init__(self, photos: Sequence[Photo]) -> None:
+        names = [os.fsencode(photo.path) for photo in photos]
+        self.names = b"".join(names)
+        self.ends = np.cumsum([len(name) for name in names], dtype=np.int64)
+        self.labels = np.array([photo.label for photo in photos], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @overload
+    def __getitem__(self, index: int) -> Photo: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Photo]: ...
+
+    def __getitem__(self, index: int | slice) -> Photo | list[Photo]:
+        place = range(len(self))[index]
+        if isinstance(place, range):
+            return [self[i] for i in place]
+        first = self.ends[place - 1] if place else 0
+        return Photo(Path(os.fsdecode(self.names[first : self.ends[place]])), int(self.labels[place]))
+
+
+def packed(photos: Sequence[Photo]) -> Sequence[Photo]:
+    """The same photos, in little memory where they are a list of files."""
+    return Packed(photos) if isinstance(photos, list) and all(photo.image is None for photo in photos) else photos
