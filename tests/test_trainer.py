@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tntprune import (
 )  # fmt: skip
 from tntprune.batches import TensorSource
 from tntprune.checkpoint import FILE, WEIGHTS
+from tntprune.droppath import Depth
 from tntprune.reduce import base_of, reduction_of
 from tntprune.runs import Stopped, train_run
 from tntprune.schedule import Place
@@ -204,3 +206,130 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_changed(tmp_path):
     (tmp_path / WEIGHTS).unlink()
     with pytest.raises(UserError, match=r"model\.safetensors"):
         load_(model, tmp_path)
+
+
+# The rest of the authors' recipe
+
+
+def stepped(training, config=None, steps=3, labels=LABELS, kind="plain", total=10):
+    """A trainer after some steps on the same images, and the values of what it learns after each."""
+    model = reduce_(make(kind), config or TNT(at=2, noise_blocks=(2, 4), noise_at="all", recipe="paper"))
+    seen = []
+    with learning(model, training.backbone_lr > 0):
+        trainer = Trainer(model, training, total)
+        for number in range(steps):
+            trainer.step(number, [(IMAGES, labels)])
+            seen.append({name: value.detach().clone() for name, value in trainer.learned.items()})
+    return trainer, seen
+
+
+def test_the_average_follows_what_is_learned():
+    trainer, seen = stepped(Training(ema=0.75, amp="none", lr=0.1))
+    name = next(iter(seen[0]))
+    first = dict(reduce_(make("plain"), trainer.method.config).named_parameters())[name].detach()
+    expected = first.clone()
+    for values_ in seen:
+        expected = 0.75 * expected + 0.25 * values_[name]
+    torch.testing.assert_close(trainer.averages()[name].data, expected)
+    with trainer.averaged():
+        torch.testing.assert_close(trainer.learned[name].data, expected)
+    assert torch.equal(trainer.learned[name].data, seen[-1][name])
+    assert stepped(Training(amp="none"))[0].averages() == {}
+
+
+def test_rates_rise_from_and_fall_to_what_is_said():
+    training = Training(lr=0.1, warmup=0.4, warmup_lr=0.02, min_lr=0.005, amp="none")
+    rates = []
+    model = reduce_(make("plain"), TNT(at=2, noise_blocks=2))
+    with learning(model):
+        trainer = Trainer(model, training, 10)
+        for number in range(10):
+            trainer.step(number, [(IMAGES, None)])
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+    assert rates[0] == 0.02 and rates[:4] == pytest.approx([0.02, 0.04, 0.06, 0.08])
+    cosine = [0.005 + 0.5 * 0.095 * (1 + math.cos(math.pi * step / 10)) for step in range(4, 10)]
+    assert rates[4:] == pytest.approx(cosine)
+
+
+def test_gradients_are_shortened_together():
+    def norm(clip):
+        model = reduce_(make("plain"), TNT(at=2, noise_blocks=(2, 4), noise_at="all"))
+        with learning(model):
+            trainer = Trainer(model, Training(clip=clip, amp="none"), 10)
+            trainer.step(0, [(IMAGES, LABELS)])
+            return torch.stack([p.grad.norm() for p in trainer.learned.values()]).norm()
+
+    free = norm(None)
+    torch.testing.assert_close(norm(free.item() / 3), free / 3, rtol=1e-4, atol=0)
+    torch.testing.assert_close(norm(free.item() * 3), free)
+
+
+def test_half_precision_scales_the_loss_and_learns_alike():
+    full, half = (stepped(Training(amp=amp, lr=0.01)) for amp in ("none", "fp16"))
+    assert half[0].scaler.get_scale() > 1 and full[0].scaler.get_scale() == 1
+    for name, value in full[1][-1].items():
+        assert half[1][-1][name].dtype == torch.float32
+        torch.testing.assert_close(half[1][-1][name], value, rtol=0.1, atol=0.01)
+
+
+def test_a_loss_scale_that_overflows_leaves_out_the_step_and_shrinks():
+    model = reduce_(make("plain"), TNT(at=2, noise_blocks=2, recipe="paper"))
+    with learning(model):
+        trainer = Trainer(model, Training(amp="fp16"), 10)
+        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+        before = {name: value.detach().clone() for name, value in trainer.learned.items()}
+        trainer.step(0, [(IMAGES, LABELS)])
+    assert all(torch.equal(trainer.learned[name].data, value) for name, value in before.items())
+    assert trainer.scaler.get_scale() < 1e38
+
+
+def test_mixed_labels_are_shares_of_the_classes():
+    model = reduce_(make("plain"), TNT(at=2, noise_blocks=2, recipe="paper"))
+    shares = torch.full((12, 7), 0.1 / 7).scatter_add_(1, LABELS[:, None], torch.full((12, 1), 0.9))
+    losses = []
+    for labels, smoothing in ((LABELS, 0.1), (shares, 0.1), (shares, 0.0)):
+        with learning(model):
+            trainer = Trainer(model, Training(amp="none", label_smoothing=smoothing), 10)
+            losses.append(trainer.step(0, [(IMAGES, labels)]).item())
+            reduce_(model, trainer.method.config)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[1] == losses[2]
+
+
+# Stochastic depth
+
+
+def test_drop_path_rises_over_the_blocks_and_is_taken_away_again():
+    model = make("plain")
+    before = [type(block.drop_path1) for block in model.blocks]
+    with Depth(model, 0.3).on():
+        rates = [block.drop_path2.drop_prob for block in model.blocks]
+        assert all(block.drop_path1.training for block in model.blocks)
+    assert rates == pytest.approx([0, 0.06, 0.12, 0.18, 0.24, 0.3])
+    assert [type(block.drop_path1) for block in model.blocks] == before
+
+
+@pytest.mark.parametrize("config", [TNT(at=2, noise_blocks=2, recipe="paper"), TNT(at=2, noise_blocks=2), EViT(at=2)])
+def test_drop_path_changes_the_student_and_not_the_teacher(config):
+    """With it the loss is another one; a teacher that it had touched would differ from the unpruned model."""
+    asked = {}
+    for rate in (0.0, 0.5):
+        model = reduce_(make("plain"), config)
+        tunes = config.method == "evit"
+        with learning(model, tunes):
+            trainer = Trainer(model, Training(drop_path=rate, amp="none", backbone_lr=1e-3 * tunes), 10)
+            with trainer.depth.on():
+                trainer.seed(0)
+                teacher, answer = trainer.answers(IMAGES)
+        asked[rate] = (teacher, answer)
+    assert not torch.allclose(asked[0.0][1].logits, asked[0.5][1].logits, atol=1e-3)
+    if asked[0.0][0] is not None:
+        torch.testing.assert_close(asked[0.5][0].logits, make("plain")(IMAGES), rtol=1e-4, atol=1e-4)
+    assert (asked[0.0][0] is None) == (trainer.method.kl == 0)
+
+
+def test_blocks_without_places_for_it_are_refused():
+    from hf_models import make as make_hf
+
+    model = reduce_(make_hf("vit"), TNT(at=2))
+    with pytest.raises(UserError, match=r"drop_path=0\.1: the blocks of .* have no drop-path; expected one of timm's"):
+        Trainer(model, Training(drop_path=0.1), 1)

@@ -1,0 +1,143 @@
+"""Validation after each epoch, the best epoch, the average, and TensorBoard's log."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from conftest import make
+from tntprune import TNT, load_, reduce_
+from tntprune.data import Photos, input_mode, labelled_photos, transform_for
+from tntprune.errors import UserError
+from tntprune.evaluate import evaluate
+from tntprune.jobs import train_folder
+from tntprune.recipes import Recipe
+from tntprune.reduce import reduction_of
+from tntprune.runs import BEST, EMA, Stopped
+from tntprune.trainer import learning
+from tntprune.training import Training
+from tntprune.validation import Validation
+
+RECIPE = Recipe(
+    TNT(at=2, noise_blocks=(2, 4), recipe="paper"), Training(epochs=3, batch_size=4, lr=0.5, ema=0.5, amp="none")
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Twelve images in seven classes, of one colour a class and some noise."""
+    root, generator = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for number in range(12):
+        path = root / f"class{number % 7}" / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        pixels = generator.integers(0, 80, (36, 36, 3)) + np.array([20, 12, 5]) * (number % 7)
+        Image.fromarray(pixels.astype(np.uint8)).save(path)
+    return root
+
+
+def run(folder, out, recipe=RECIPE, val=True, **options):
+    model = reduce_(make("plain"), recipe.config)
+    found = train_folder(model, folder, out, recipe, val=folder if val else None, workers=0, progress=False, **options)
+    return model, found
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def test_each_epoch_is_validated_and_the_best_is_kept(folder, tmp_path):
+    model, found = run(folder, tmp_path / "run")
+    assert (found.path, found.photos, found.steps) == (tmp_path / "run" / "reducer.safetensors", 12, 9)
+    validated = [line for line in lines(tmp_path / "run") if "top1" in line]
+    assert [line["step"] for line in validated] == [3, 6, 9] and [line["epoch"] for line in validated] == [1, 2, 3]
+    photos = labelled_photos(folder, model)
+    for where, name in (("", "top1"), (EMA, "ema_top1")):
+        loaded = load_(make("plain"), tmp_path / "run" / where)
+        figures, _ = evaluate(loaded, photos, workers=0, progress=False)
+        assert figures.top1 == validated[-1][name]
+    best = load_(make("plain"), tmp_path / "run" / BEST)
+    assert evaluate(best, photos, workers=0, progress=False)[0].top1 == max(line["top1"] for line in validated)
+
+
+def test_validating_changes_nothing_of_the_training(folder, tmp_path):
+    with_, _ = run(folder, tmp_path / "with")
+    without, _ = run(folder, tmp_path / "without", val=False)
+    for one, other in zip(with_.reduction.parameters(), without.reduction.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert not (tmp_path / "without" / BEST).exists() and (tmp_path / "without" / EMA).exists()
+    steps = [{**line, "seconds": 0} for line in lines(tmp_path / "with") if "loss" in line]
+    assert steps == [{**line, "seconds": 0} for line in lines(tmp_path / "without")]
+
+
+def test_the_model_is_validated_without_noise_and_goes_on_in_training_mode(folder):
+    model = reduce_(make("plain"), RECIPE.config)
+    validate = Validation(model, labelled_photos(folder, model), batch_size=5, workers=0)
+    with learning(model):
+        assert reduction_of(model).training
+        found = validate()
+        assert reduction_of(model).training and not model.blocks[0].training and found == validate()
+    figures, _ = evaluate(model, labelled_photos(folder, model), workers=0, progress=False)
+    assert found == {"top1": figures.top1, "top5": figures.top5}
+
+
+def test_a_photo_that_cannot_be_read_is_named(folder, tmp_path):
+    bad = tmp_path / "photos" / "class0" / "bad.png"
+    bad.parent.mkdir(parents=True)
+    bad.write_bytes(b"no")
+    for number in range(1, 7):
+        (tmp_path / "photos" / f"class{number}").mkdir()
+        Image.new("RGB", (36, 36)).save(tmp_path / "photos" / f"class{number}" / "a.png")
+    model = reduce_(make("plain"), RECIPE.config)
+    validate = Validation(model, labelled_photos(tmp_path / "photos", model), workers=0)
+    with pytest.raises(UserError, match=r"bad\.png: not an image"):
+        validate()
+
+
+def test_the_log_for_tensorboard_holds_the_same_figures(folder, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = tmp_path / "run"
+    recipe = replace(RECIPE, training=replace(RECIPE.training, epochs=2))
+    run(folder, out, recipe, tensorboard=True)
+    board = EventAccumulator(str(out / "tensorboard")).Reload()
+    assert set(board.Tags()["scalars"]) == {"loss", "lr", "top1", "top5", "ema_top1", "ema_top5"}
+    losses = {event.step: event.value for event in board.Scalars("loss")}
+    assert losses == pytest.approx({line["step"]: line["loss"] for line in lines(out) if "loss" in line})
+    assert [event.step for event in board.Scalars("top1")] == [3, 6]
+
+
+def test_a_training_that_was_stopped_goes_on_to_the_same_best_epoch(folder, tmp_path, monkeypatch):
+    run(folder, tmp_path / "whole")
+    count, validate = [], Validation.__call__
+
+    def interrupted(self):
+        count.append(1)
+        if len(count) == 3:  # the second epoch's, of the average
+            signal.raise_signal(signal.SIGTERM)
+        return validate(self)
+
+    monkeypatch.setattr(Validation, "__call__", interrupted)
+    with pytest.raises(Stopped, match="stopped after step 6 of 9"):
+        run(folder, tmp_path / "stopped")
+    monkeypatch.undo()
+    run(folder, tmp_path / "stopped", resume=True)
+    for where in ("", BEST, EMA):
+        a, b = (load_(make("plain"), tmp_path / name / where) for name in ("whole", "stopped"))
+        assert all(torch.equal(x, y) for x, y in zip(a.reduction.parameters(), b.reduction.parameters(), strict=True))
+    a, b = ([{**line, "seconds": 0} for line in lines(tmp_path / name)] for name in ("whole", "stopped"))
+    assert a == b
+
+
+def test_photos_are_seen_as_by_eval(folder):
+    model = make("plain")
+    photos = labelled_photos(folder, model)
+    loader = Validation(reduce_(model, RECIPE.config), photos, batch_size=5, workers=0).loader
+    seen = torch.cat([batch.images for batch in loader])
+    reader = Photos(photos, transform_for(model), input_mode(model))
+    assert torch.equal(seen, torch.stack([reader[number][0] for number in range(12)]))
