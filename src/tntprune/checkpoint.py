@@ -60,8 +60,7 @@ def save(
         "backbone": json.dumps({"embed_dim": layout.embed_dim, "depth": layout.depth}),
     }
     if weights:
-        own = {name: value.detach().cpu().contiguous() for name, value in base_of(model).state_dict().items()}
-        write(folder / WEIGHTS, to_bytes(own))
+        save_weights(model, folder)
     tensors = {name: value.detach().cpu().contiguous() for name, value in method.state_dict().items()}
     write(folder / FILE, to_bytes(tensors or {EMPTY: torch.zeros(1)}, metadata=about))
     if card:
@@ -71,6 +70,27 @@ def save(
         text = model_card(model, folder.resolve().name, made_by=made_by, curve=curve, weights=weights)
         write(folder / CARD, text.encode())
     return folder / FILE
+
+
+def save_weights(model: nn.Module, folder: str | Path, made_by: str = "") -> Path:
+    """Save the weights of a model itself, under their own names, and nothing of its reduction.
+
+    Args:
+        model: Reduced or not.
+        folder: Where to put `model.safetensors`; made if it is not there.
+        made_by: A note to keep in the file.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    path = Path(folder) / WEIGHTS
+    make_folder(path.parent)
+    own = {name: value.detach().cpu().contiguous() for name, value in base_of(model).state_dict().items()}
+    write(path, to_bytes(own, metadata={"tntprune": tntprune.__version__, "made_by": made_by}))
+    return path
 
 
 def load_(model: Model, source: str | Path, *more: Config, revision: str | None = None, **changes: Any) -> Model:

@@ -20,10 +20,10 @@ from tntprune.digits import cluttered_digits, normalise, scans, scatter
 WEIGHTS = Path(str(files("tntprune"))) / "assets" / "digits_vit.safetensors"
 
 
-def build(img_size: int | tuple[int, int] = 64) -> VisionTransformer:
+def build(img_size: int | tuple[int, int] = 64, num_classes: int = 10) -> VisionTransformer:
     """The architecture, without weights: 64 x 64 grey images, patches of 8, 6 blocks of width 64, a CLS token."""
     model = VisionTransformer(
-        img_size=img_size, patch_size=8, in_chans=1, num_classes=10,
+        img_size=img_size, patch_size=8, in_chans=1, num_classes=num_classes,
         embed_dim=64, depth=6, num_heads=4, mlp_ratio=2,
     )  # fmt: skip
     model.pretrained_cfg = {"mean": (0.5,), "std": (0.5,), "crop_pct": 1.0, "interpolation": "bicubic"}

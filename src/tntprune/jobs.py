@@ -37,6 +37,7 @@ def train_folder(
     resume: bool = False,
     save_every: int = 50,
     about: dict[str, Any] | None = None,
+    backbone: bool = False,
     tensorboard: bool = False,
     world: World = ALONE,
     progress: bool = True,
@@ -54,6 +55,7 @@ def train_folder(
         resume: Continue what is there.
         save_every: Steps between checkpoints.
         about: What else has to be the same in a resumed training, such as the model's name.
+        backbone: Only the model is trained and saved; see `pretraining.unpruned`.
         tensorboard: Also log for TensorBoard.
         world: The processes that train together.
         progress: Show a bar.
@@ -76,6 +78,6 @@ def train_folder(
     }
     path = train_run(
         model, source, training, out, resume=resume, save_every=save_every, about={**(about or {}), **told},
-        validate=validate, tensorboard=tensorboard, world=world, progress=progress,
+        validate=validate, backbone=backbone, tensorboard=tensorboard, world=world, progress=progress,
     )  # fmt: skip
     return Trained(path, len(source.photos), training.epochs * source.per_epoch)

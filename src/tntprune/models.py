@@ -44,15 +44,17 @@ def shape_of(name: str, img_size: ImgSize = None) -> nn.Module:
         return _build(name, img_size)
 
 
-def random_model(name: str, device: str = "cpu", img_size: ImgSize = None) -> nn.Module:
-    """A model with random weights, in eval mode: for timing. `torch.manual_seed` decides which.
+def random_model(
+    name: str, device: str = "cpu", img_size: ImgSize = None, num_classes: int | None = None
+) -> nn.Module:
+    """A model with random weights, in eval mode: for timing, or to be trained. `torch.manual_seed` decides which.
 
     Raises:
         UsageError: no model has that name, it takes no images of that size, or there is no such device.
     """
     check_name(name)
     target = check_device(device)
-    return _build(name, img_size).eval().to(target)
+    return _build(name, img_size, num_classes).eval().to(target)
 
 
 def load_model(name: str, weights: Path | None = None, device: str = "cpu", img_size: ImgSize = None) -> nn.Module:
@@ -60,7 +62,8 @@ def load_model(name: str, weights: Path | None = None, device: str = "cpu", img_
 
     Args:
         name: A timm model, `vit16` (the paper's), or `digits_vit` (the demo's, which brings its weights).
-        weights: A file of weights with timm's names. Without it timm fetches pretrained ones from the Hub.
+        weights: A file of weights with timm's names; the model gets as many classes as they have. Without it timm
+            fetches pretrained ones from the Hub.
         device: Where to put it.
         img_size: Rows and columns of pixels, if not the model's own; timm resamples the position embeddings.
 
@@ -71,8 +74,9 @@ def load_model(name: str, weights: Path | None = None, device: str = "cpu", img_
     check_name(name)
     target = check_device(device)
     if weights is not None:
-        model = _build(name, img_size)
-        load_weights(model, weights, name)
+        tensors = read_weights(weights)
+        model = _build(name, img_size, _classes_in(tensors))
+        _fill(model, tensors, weights, name)
     elif name == "vit16":
         raise UserError("vit16: its authors released no weights; expected --weights FILE")
     elif name == "digits_vit":
@@ -94,7 +98,12 @@ def load_weights(model: nn.Module, path: Path, name: str) -> None:
     Raises:
         UserError: they are broken or belong to another model.
     """
-    tensors = loaded = read_weights(path)
+    _fill(model, read_weights(path), path, name)
+
+
+def _fill(model: nn.Module, loaded: dict[str, torch.Tensor], path: Path, name: str) -> None:
+    """What `load_weights` does with the tensors of its file."""
+    tensors = loaded
     try:
         tensors = _filter_of(model)(loaded, model)
     except Exception as error:  # timm's filter fails in many ways on weights of another kind of model
@@ -138,6 +147,12 @@ def _filter_of(model: nn.Module) -> Callable[[dict[str, torch.Tensor], nn.Module
     return lambda tensors, model: tensors
 
 
+def _classes_in(tensors: dict[str, torch.Tensor]) -> int | None:
+    """How many classes the head in a file of weights tells apart; None where it has no such head."""
+    head = tensors.get("head.weight")
+    return len(head) if head is not None and head.ndim == 2 else None
+
+
 def _is_timm(name: str) -> bool:
     try:
         timm.get_pretrained_cfg(name)  # raises on a tag that the model does not have
@@ -150,13 +165,14 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
 
 
-def _build(name: str, img_size: ImgSize = None) -> nn.Module:
+def _build(name: str, img_size: ImgSize = None, num_classes: int | None = None) -> nn.Module:
     """Without weights.
 
     Raises:
         UsageError: the model takes no images of that size.
     """
-    options: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
+    given = {"img_size": img_size, "num_classes": num_classes}
+    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if name == "vit16":
         model: nn.Module = vit16(**options)
     elif name == "digits_vit":
@@ -167,7 +183,7 @@ def _build(name: str, img_size: ImgSize = None) -> nn.Module:
         try:
             model = timm.create_model(name, **options)
         except (TypeError, AssertionError, RuntimeError, ValueError, ArithmeticError) as error:  # as the family has it
-            if not options:
+            if img_size is None:
                 raise
             reason = _first_line(error)
             raise UsageError(f"--img-size {_size(img_size)}: {name} takes no such images ({reason})") from None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tntprune.augment import AUTHORS, LIGHT, Augmentation
-from tntprune.config import TNT, AViT, Config, DynamicViT, EViT
+from tntprune.config import TNT, AViT, Config, DynamicViT, EViT, Random
 from tntprune.errors import UsageError
 from tntprune.training import Training
 
@@ -85,6 +85,19 @@ def short(config: Config) -> Recipe:
     if isinstance(config, AViT):
         return Recipe(config.changed(gate_center=10.0), Training(epochs=3, backbone_lr=2e-5))
     raise _nothing(config, "short")
+
+
+def scratch() -> Recipe:
+    """A backbone from nothing, as DeiT is trained on ImageNet, with the batch of all its GPUs together.
+
+    The paper does not say how its ViT/16 was trained; this is our choice for it, and for any other backbone. The
+    reduction is one that removes nothing.
+    """
+    training = Training(
+        epochs=300, batch_size=1024, lr=1e-3, backbone_lr=1e-3, weight_decay=0.05, label_smoothing=0.1,
+        warmup=5 / 300, warmup_lr=1e-6, min_lr=1e-5, ema=0.99996, drop_path=0.1,
+    )  # fmt: skip
+    return Recipe(Random(at=1, keep=1.0), training, AUTHORS, scales=True)
 
 
 def changed(recipe: Recipe, options: dict[str, Any]) -> Recipe:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from tntprune.batches import Source
-from tntprune.checkpoint import FILE, WEIGHTS, save
+from tntprune.checkpoint import FILE, WEIGHTS, save, save_weights
 from tntprune.config import to_dict
 from tntprune.errors import UsageError, UserError
 from tntprune.interrupts import interrupts
@@ -45,6 +45,7 @@ def train_run(
     save_every: int = 50,
     about: dict[str, Any] | None = None,
     validate: Validate | None = None,
+    backbone: bool = False,
     tensorboard: bool = False,
     world: World = ALONE,
     progress: bool = True,
@@ -66,12 +67,14 @@ def train_run(
         about: What else has to be the same in a resumed training: the model's name, the data.
         validate: Asked after each epoch for percentages by name, "top1" among them; the reduction of the best epoch is
             kept in the folder `best`.
+        backbone: The model alone is what is trained, under a reduction that removes nothing; `model.safetensors` is
+            left then, and no reduction.
         tensorboard: Also log for TensorBoard, in the folder `tensorboard`.
         world: The processes that train together.
         progress: Show a bar.
 
     Returns:
-        The path of the saved reduction, the one after the last step. With `Training.ema` the average is in `ema`.
+        The path of what is left, as it is after the last step. With `Training.ema` the average is in `ema`.
 
     Raises:
         UsageError: the folder holds a training and `resume` was not asked for, or the other way round, or its options
@@ -80,7 +83,9 @@ def train_run(
         UserError: something cannot be read or written.
     """
     check_whole("save_every", save_every, 1)
-    told = {"reduction": to_dict(reduction_of(model).config), "training": asdict(training), **(about or {})}
+    told = {"training": asdict(training), **(about or {})}
+    if not backbone:
+        told["reduction"] = to_dict(reduction_of(model).config)
     options: dict[str, Any] = json.loads(json.dumps(told))
     first, before = world.agree(lambda: _find_start(out, resume, options))
     if training.parts is None:
@@ -96,12 +101,12 @@ def train_run(
 
         world.agree(prepare)
         if first is not None:
-            run = _Run(model, source, training, out, options, world, validate)
+            run = _Run(model, source, training, out, options, world, validate, backbone)
             run.train(first, save_every, tensorboard, progress)
         if world.main:
             _tidy(out)
         world.wait()
-    return out / FILE
+    return out / (WEIGHTS if backbone else FILE)
 
 
 class _Run:
@@ -116,9 +121,10 @@ class _Run:
         options: dict[str, Any],
         world: World,
         validate: Validate | None,
+        backbone: bool,
     ) -> None:
         self.model, self.source, self.training, self.out, self.world = model, source, training, out, world
-        self.options, self.validate = options, validate
+        self.options, self.validate, self.backbone = options, validate, backbone
         self.total = training.epochs * source.per_epoch
         self.trainer = Trainer(model, training, self.total, world)
         self.notes: dict[str, Any] = {}
@@ -180,9 +186,12 @@ class _Run:
         return found
 
     def save(self, folder: Path) -> None:
-        """Save the reduction as it is now."""
+        """Save the reduction, or the model alone, as it is now."""
         made_by = json.dumps(self.options if folder == self.out else {**self.options, "notes": self.notes})
-        save(self.model, folder, made_by, weights=self.training.backbone_lr > 0)
+        if self.backbone:
+            save_weights(self.model, folder, made_by)
+        else:
+            save(self.model, folder, made_by, weights=self.training.backbone_lr > 0)
 
 
 @contextmanager
@@ -199,13 +208,13 @@ def _find_start(out: Path, resume: bool, options: dict[str, Any]) -> tuple[int |
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: a file; expected a folder")
-    finished, state = (out / FILE).exists(), (out / STATE).exists()
+    finished, state = ended(out), (out / STATE).exists()
     if not resume:
         if finished or state or (out / LOG).exists():
             raise UsageError(f"{out}: holds a training already; expected another --out, or --resume to continue it")
         return 0, {}
     if finished:
-        before = json.loads(read_metadata(out / FILE).get("made_by") or "{}")
+        before = json.loads(read_metadata(finished).get("made_by") or "{}")
         _check_same(out, before, options)
         return None, before
     if not state:
@@ -216,6 +225,14 @@ def _find_start(out: Path, resume: bool, options: dict[str, Any]) -> tuple[int |
     before = json.loads(about.get("options", "{}"))
     _check_same(out, before, options)
     return int(about["step"]), before
+
+
+def ended(out: Path) -> Path | None:
+    """What an ended training has left in its folder: the reduction, or the model where that alone was trained."""
+    if (out / FILE).exists():
+        return out / FILE
+    alone = (out / WEIGHTS).exists() and read_metadata(out / WEIGHTS).get("made_by")
+    return out / WEIGHTS if alone else None
 
 
 def _check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
