@@ -14,13 +14,28 @@ from typing import Any
 import tyro
 
 from tntprune import __version__, console
-from tntprune.commands import bench, demo, evaluate, export, info, macs, paper, push, report, show, sweep, train
+from tntprune.commands import (
+    bench,
+    demo,
+    evaluate,
+    export,
+    info,
+    macs,
+    paper,
+    pretrain,
+    push,
+    report,
+    show,
+    sweep,
+    train,
+)
 from tntprune.errors import UserError
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo.demo,
     "info": info.info,
     "macs": macs.macs,
+    "pretrain": pretrain.pretrain,
     "train": train.train,
     "eval": evaluate.evaluate,
     "sweep": sweep.sweep,

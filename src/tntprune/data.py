@@ -43,6 +43,16 @@ def labelled_photos(folder: Path, model: nn.Module) -> list[Photo]:
     return [Photo(path, index[path.relative_to(folder).parts[0]]) for path in paths]
 
 
+def class_folders(folder: Path) -> list[str]:
+    """The names of the class folders that have photos in them, in order.
+
+    Raises:
+        UserError: the folder is missing or empty.
+    """
+    parts = (path.relative_to(folder).parts for path in find_images(folder))
+    return sorted({names[0] for names in parts if len(names) > 1})
+
+
 def class_index(
     names: list[str], model: Any, place: Path | str, what: Literal["folders", "classes"] = "folders"
 ) -> dict[str, int]:

@@ -55,7 +55,7 @@ def train_folder(
         resume: Continue what is there.
         save_every: Steps between checkpoints.
         about: What else has to be the same in a resumed training, such as the model's name.
-        backbone: Only the model is trained and saved; see `pretraining.unpruned`.
+        backbone: Only the model is trained and saved; see `pretraining.untrained`.
         tensorboard: Also log for TensorBoard.
         world: The processes that train together.
         progress: Show a bar.

@@ -1,48 +1,67 @@
-"""The options of a training and of its images as flags; what is not given takes what the preset says."""
+"""The options of a training and of its images as flags; what is not given takes what the recipe says."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import field, make_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+FLAGS: dict[str, tuple[Any, str, str, str]] = {  # type, what stands for a value, what it is, the default as it is told
+    "epochs": (int, "INT", "passes over the photos", "5"),
+    "batch_size": (int, "INT", "photos a step, over all processes", "16"),
+    "parts": (int, "INT", "that a batch is worked through in; the result is the same", "one a process"),
+    "lr": (float, "FLOAT", "peak learning rate", "0.01"),
+    "backbone_lr": (float, "FLOAT", "of the model itself; 0 keeps it frozen", "0"),
+    "freeze_epochs": (int, "INT", "epochs before --backbone-lr begins", "0"),
+    "weight_decay": (float, "FLOAT", "AdamW's", "0"),
+    "label_smoothing": (float, "FLOAT", "of training against labels; the authors' is 0.1", "0"),
+    "warmup": (float, "FLOAT", "share of the steps in which the rate rises", "0.1"),
+    "warmup_lr": (float, "FLOAT", "where it rises from", "lr / 100"),
+    "min_lr": (float, "FLOAT", "where it ends", "lr / 100"),
+    "clip": (float, "FLOAT", "largest norm of the gradients", "no limit"),
+    "ema": (float, "FLOAT", "decay of a moving average, saved in RUN/ema", "0: none"),
+    "drop_path": (float, "FLOAT", "stochastic depth; on a frozen model too", "0"),
+    "amp": (
+        Literal["auto", "none", "bf16", "fp16"], "{auto,none,bf16,fp16}",
+        "precision of the model, under autocast; auto: bf16 where it is fast", "auto",
+    ),
+    "crop": (float, "FLOAT", "smallest share of the area in random crops", "0.35"),
+    "hflip": (float, "FLOAT", "probability of mirror images", "0.5"),
+    "auto_augment": (str, "TEXT", "RandAugment and the like; timm's text, such as rand-m9-mstd0.5-inc1", "none"),
+    "color_jitter": (float, "FLOAT", "of brightness, contrast, saturation", "0"),
+    "random_erasing": (float, "FLOAT", "probability of an erased rectangle", "0"),
+    "mixup": (float, "FLOAT", "blend two photos; the authors' is 0.8", "0"),
+    "cutmix": (float, "FLOAT", "paste one photo into another; the authors' is 1", "0"),
+    "repeats": (int, "INT", "times a photo comes in an epoch; the authors' is 3", "1"),
+}  # fmt: skip
 
-def _flag(metavar: str, help: str) -> Any:
-    return tyro.conf.arg(metavar=metavar, help=help, help_behavior_hint="")
+SCRATCH = {  # what `recipes.scratch` says
+    "epochs": "300", "batch_size": "1024", "lr": "0.001 at 1024 photos a step", "weight_decay": "0.05",
+    "label_smoothing": "0.1", "warmup": "1/60", "warmup_lr": "1e-6", "min_lr": "1e-5", "ema": "0.99996",
+    "drop_path": "0.1", "crop": "0.08", "auto_augment": "rand-m9-mstd0.5-inc1", "color_jitter": "0.3",
+    "random_erasing": "0.25", "mixup": "0.8", "cutmix": "1", "repeats": "3",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TrainingFlags:
-    """Options of the training."""
+def _fields(defaults: dict[str, str], without: tuple[str, ...] = ()) -> list[tuple[str, Any, Any]]:
+    found = []
+    for name, (kind, metavar, about, default) in FLAGS.items():
+        if name not in without:
+            told = f"{about.split(';')[0] if name in defaults else about} ({defaults.get(name, default)})"
+            flag = tyro.conf.arg(metavar=metavar, help=told, help_behavior_hint="")
+            found.append((name, Annotated[kind | None, flag], field(default=None)))
+    return found
 
-    epochs: Annotated[int | None, _flag("INT", "passes over the photos (5)")] = None
-    batch_size: Annotated[int | None, _flag("INT", "photos a step, over all processes (16)")] = None
-    parts: Annotated[
-        int | None, _flag("INT", "that a batch is worked through in; the result is the same (one a process)")
-    ] = None
-    lr: Annotated[float | None, _flag("FLOAT", "peak learning rate (0.01)")] = None
-    backbone_lr: Annotated[float | None, _flag("FLOAT", "of the model itself; 0 keeps it frozen (0)")] = None
-    freeze_epochs: Annotated[int | None, _flag("INT", "epochs before --backbone-lr begins (0)")] = None
-    weight_decay: Annotated[float | None, _flag("FLOAT", "AdamW's (0)")] = None
-    label_smoothing: Annotated[float | None, _flag("FLOAT", "of training against labels; the authors' is 0.1 (0)")] = (
-        None
-    )
-    warmup: Annotated[float | None, _flag("FLOAT", "share of the steps in which the rate rises (0.1)")] = None
-    warmup_lr: Annotated[float | None, _flag("FLOAT", "where it rises from (lr / 100)")] = None
-    min_lr: Annotated[float | None, _flag("FLOAT", "where it ends (lr / 100)")] = None
-    clip: Annotated[float | None, _flag("FLOAT", "largest norm of the gradients (no limit)")] = None
-    ema: Annotated[float | None, _flag("FLOAT", "decay of a moving average, saved in RUN/ema (0: none)")] = None
-    drop_path: Annotated[float | None, _flag("FLOAT", "stochastic depth, on a frozen model too (0)")] = None
-    amp: Annotated[
-        Literal["auto", "none", "bf16", "fp16"] | None,
-        _flag("{auto,none,bf16,fp16}", "precision of the model, under autocast; auto: bf16 where it is fast (auto)"),
-    ] = None
-    crop: Annotated[float | None, _flag("FLOAT", "smallest share of the area in random crops (0.35)")] = None
-    hflip: Annotated[float | None, _flag("FLOAT", "probability of mirror images (0.5)")] = None
-    auto_augment: Annotated[str | None, _flag("TEXT", "timm's, such as rand-m9-mstd0.5-inc1 (none)")] = None
-    color_jitter: Annotated[float | None, _flag("FLOAT", "of brightness, contrast, saturation (0)")] = None
-    random_erasing: Annotated[float | None, _flag("FLOAT", "probability of an erased rectangle (0)")] = None
-    mixup: Annotated[float | None, _flag("FLOAT", "blend two photos; the authors' is 0.8 (0)")] = None
-    cutmix: Annotated[float | None, _flag("FLOAT", "paste one photo into another; the authors' is 1 (0)")] = None
-    repeats: Annotated[int | None, _flag("INT", "times a photo comes in an epoch; the authors' is 3 (1)")] = None
+
+if TYPE_CHECKING:
+
+    class TrainingFlags:
+        """Options of the training."""
+
+    class ScratchFlags:
+        """Options of the training."""
+else:
+    TrainingFlags = make_dataclass("TrainingFlags", _fields({}), frozen=True)
+    ScratchFlags = make_dataclass("ScratchFlags", _fields(SCRATCH, ("backbone_lr", "freeze_epochs")), frozen=True)
+    TrainingFlags.__doc__ = ScratchFlags.__doc__ = "Options of the training."

@@ -1,0 +1,75 @@
+"""`tntprune pretrain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from tntprune.console import Device, ImgSize, Json, Model, Seed, Workers, tell
+from tntprune.trainflags import ScratchFlags
+
+
+def pretrain(
+    model: Model,
+    data: Annotated[Path, tyro.conf.arg(metavar="DIR", help="photos in class folders")],
+    out: Annotated[Path, tyro.conf.arg(metavar="RUN", help="where the weights, the log and checkpoints go")],
+    num_classes: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help="of the model (as many as class folders)", help_behavior_hint="")
+    ] = None,
+    training: ScratchFlags = ScratchFlags(),
+    val: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="DIR",
+            help="labelled photos to validate on after each epoch; the best goes to RUN/best",
+            help_behavior_hint="",
+        ),
+    ] = None,
+    img_size: ImgSize = None,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    workers: Workers = None,
+    save_every: Annotated[int, tyro.conf.arg(metavar="STEPS", help="between checkpoints")] = 50,
+    tensorboard: Annotated[bool, tyro.conf.arg(help="also log for TensorBoard, in RUN/tensorboard")] = False,
+    resume: Annotated[bool, tyro.conf.arg(help="continue the training in RUN")] = False,
+    json: Json = False,
+) -> int:
+    """Train a backbone itself from random weights, by DeiT's recipe; for --weights RUN/model.safetensors.
+
+    Several processes: torchrun --nproc-per-node 8 -m tntprune pretrain ...
+    """
+    import time
+
+    from tntprune.data import class_folders
+    from tntprune.jobs import train_folder
+    from tntprune.pretraining import untrained
+    from tntprune.recipes import changed, scratch
+    from tntprune.runs import ended
+    from tntprune.training import check_whole
+    from tntprune.world import join
+
+    recipe = changed(scratch(), {**vars(training), "backbone_lr": vars(training)["lr"], "seed": seed})
+    if num_classes is not None:
+        check_whole("num_classes", num_classes, 1)
+    world = join(device)
+    classes = len(class_folders(data)) if num_classes is None else num_classes
+    built = untrained(model, recipe, classes, world.device(device), img_size)
+    begin = time.perf_counter()
+    about: dict[str, Any] = {"model": model, "classes": classes}
+    if img_size is not None:
+        about["img_size"] = list(img_size)
+    over = resume and ended(out) is not None
+    found = train_folder(
+        built, data, out, recipe, val=val, workers=workers, resume=resume, save_every=save_every, about=about,
+        backbone=True, tensorboard=tensorboard, world=world,
+    )  # fmt: skip
+    if not world.main:
+        return 0
+    path, photos, steps = found
+    seconds = time.perf_counter() - begin
+    told = {"weights": str(path), "classes": classes, "photos": photos, "steps": steps, "seconds": round(seconds, 1)}
+    text = f"trained {steps} steps of {recipe.training.batch_size} out of {photos} photos in {seconds:.0f} s: {path}"
+    tell(json, told, f"the training had ended already: {path}" if over else text)
+    return 0
