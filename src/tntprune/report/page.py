@@ -50,7 +50,9 @@ footer { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid #e3e6ec; co
   h1 { font-size: 1.4rem; }
   table { font-size: .82rem; }
   th, td { padding: .3rem .5rem; }
-  th:first-child, td:first-child { max-width: 7.5rem; min-width: 6.5rem; border-right: 1px solid #e3e6ec; padding-right: .5rem; }
+  th { min-width: 5.2em; }
+  th:first-child, td:first-child { max-width: 7.5rem; min-width: 6.5rem; padding-right: .5rem;
+                                   border-right: 1px solid #e3e6ec; }
 }
 @media print {
   @page { margin: 14mm 12mm; }
