@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import Field, fields
+from functools import cache
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -67,6 +68,7 @@ def check_flags(config: Config, *names: str) -> None:
         check(allowed, f"{name}={value!r}: expected True or False")
 
 
+@cache
 def choices(config: type[Config], name: str) -> tuple[Any, ...]:
     """The words an option allows, None among them where it does; () where the option takes no words."""
     hint = get_type_hints(config)[name]
