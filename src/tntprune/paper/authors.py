@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from tntprune.paper.settings import Published, published
 
@@ -59,11 +60,15 @@ def authors_of(one: Published) -> Authors:
 
 def ranking(backbones: Iterable[str]) -> dict[str, int]:
     """The place of each row of some backbones of published.csv, by its name: 1 keeps most tokens."""
+    return {name: rank for backbone in backbones for name, rank in _ranks(backbone).items()}
+
+
+@cache
+def _ranks(backbone: str) -> dict[str, int]:
     found: dict[str, int] = {}
-    for backbone in backbones:
-        for scheme, column in (("single", None), ("multi", "gflops_bucket")):
-            rows = [one for one in published() if (one.row["backbone"], one.row["scheme"]) == (backbone, scheme)]
-            amounts = {one.name: float(one.row[column] if column else one.printed) for one in rows}
-            places = {amount: rank for rank, amount in enumerate(sorted(set(amounts.values()), reverse=True), 1)}
-            found |= {name: places[amount] for name, amount in amounts.items()}
+    for scheme, column in (("single", None), ("multi", "gflops_bucket")):
+        rows = [one for one in published() if (one.row["backbone"], one.row["scheme"]) == (backbone, scheme)]
+        amounts = {one.name: float(one.row[column] if column else one.printed) for one in rows}
+        places = {amount: rank for rank, amount in enumerate(sorted(set(amounts.values()), reverse=True), 1)}
+        found |= {name: places[amount] for name, amount in amounts.items()}
     return found

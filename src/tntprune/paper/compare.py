@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import nan, sqrt
 from statistics import fmean
 
@@ -203,6 +204,7 @@ def _against(own: Iterable[Measured]) -> tuple[str, ...]:
     return STANDS_FOR if authors is None else (authors.backbone,)
 
 
+@cache
 def _figures(backbone: str) -> dict[tuple[str, int], dict[str, float]]:
     """Published top-1 by (scheme, rank) and method."""
     ranks = ranking((backbone,))

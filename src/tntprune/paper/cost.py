@@ -20,7 +20,7 @@ from tntprune.precision import Precision, autocast
 from tntprune.reduce import reduce_, restore_
 
 VAL, TRAIN = 50_000, 1_281_167  # images of ImageNet-1k
-ROUNDS = 3
+ROUNDS = 2
 TOGETHER = 8  # settings that are run on each batch
 TIMED = 12 * 32  # images that a setting is timed on
 FROZEN, TUNED = 3.0, 4.0  # passes that a step of training is worth, on a frozen model and on one that is tuned
@@ -105,8 +105,13 @@ def estimate(
         speed: Whether times are taken as well.
         per_image: Seconds of each unpruned model, if they are known; else they are measured.
     """
-    names = plan.models
-    pace = dict(per_image) if per_image is not None else {name: seconds(name, device, precision) for name in names}
+    pace = dict(per_image or {})
+    listed = {entry.model: entry.backbone for entry in plan.all}
+    for name in plan.models:
+        like = listed.get(name, name)  # plain DeiT takes as long as the distilled one that it is listed under
+        if like not in pace:
+            pace[like] = seconds(like, device, precision)
+        pace.setdefault(name, pace[like] * count(name, None) / count(like, None))
     shared = 1 / TOGETHER  # the unpruned model runs beside each group of settings
     work = sum(
         (count(entry.model, entry.config) / count(entry.model, None) + shared) * pace[entry.model]
@@ -125,7 +130,7 @@ def seconds(name: str, device: str, precision: Precision = "fp32") -> float:
     """Of one image through an unpruned model with random weights."""
     model: Any = random_model(name, device)
     where = torch.device(device)
-    batch = 32 if where.type == "cuda" else 2
+    batch = 32 if where.type == "cuda" else 1
     x = torch.randn(batch, *find_backbone(model).input_size(model), device=where)
     best = float("inf")
     for turn in range(ROUNDS + 1):

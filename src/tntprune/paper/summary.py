@@ -9,7 +9,7 @@ from typing import Any
 from tntprune.paper.compare import Measured, agreements, total
 from tntprune.paper.names import METHODS
 from tntprune.paper.plan import Plan
-from tntprune.paper.tables import SCHEMES, SHORT
+from tntprune.paper.tables import SCHEMES, SHORT, tau
 
 
 def summary(plan: Plan, measured: Sequence[Measured], files: dict[str, str]) -> tuple[dict[str, Any], str]:
@@ -41,7 +41,7 @@ def summary(plan: Plan, measured: Sequence[Measured], files: dict[str, str]) -> 
     for (against, scheme), group in groups.items():
         t = total(group)
         lines.append(
-            f"order of methods against {SHORT[against]}, {SCHEMES[scheme]}: tau {t.tau:.2f}, {t.same} pairs alike, "
+            f"order of methods against {SHORT[against]}, {SCHEMES[scheme]}: tau {tau(t.tau)}, {t.same} pairs alike, "
             f"{t.unclear} opposite by chance perhaps, {t.clear} for sure"
         )
     lines += ["", *(f"{name}: {path}" for name, path in files.items())]

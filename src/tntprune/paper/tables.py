@@ -36,7 +36,8 @@ def main_single(measured: Sequence[Measured], backbone: str) -> Table | None:
     unit = "tokens" if name == "vit16_mlp768" else "K"
     header = ["method", *(f"{who}, {unit} = {rate}" for rate in rates for who in ("ours", "paper"))]
     found = {(one.entry.method, one.entry.parameter): one for one in rows}
-    cells, best = [], []
+    cells: list[list[str]] = []
+    best: list[list[int]] = []
     for method in METHODS:
         own = [found.get((method, rate)) for rate in rates]
         if not any(own):
@@ -44,11 +45,10 @@ def main_single(measured: Sequence[Measured], backbone: str) -> Table | None:
         theirs = [None if one is None or one.entry.authors is None else one.entry.authors.drop for one in own]
         pairs = zip([None if one is None else one.drop for one in own], theirs, strict=True)
         rows_of = {one.entry.authors.backbone for one in own if one and one.entry.authors and not one.entry.own}
-        beside = f" (paper: {', '.join(SHORT[name] for name in rows_of)})" if rows_of else ""
+        beside = f" (paper: {', '.join(SHORT[one] for one in rows_of)})" if rows_of else ""
         cells.append([METHODS[method] + beside, *(_points(value) for pair in pairs for value in pair)])
-    for line in cells:
-        own = range(1, len(header), 1 if name in MODELS and MODELS[name] == backbone else 2)  # see side_by_side
-        best.append([n for n in own if _smallest(cells, n) == _value(line[n])])
+    step = 1 if backbone in MODELS.values() else 2  # a substitute's rows of the paper are of several backbones
+    best += [[n for n in range(1, len(header), step) if _smallest(cells, n) == _value(line[n])] for line in cells]
     return Table(header, cells, best)
 
 
@@ -74,10 +74,9 @@ def side_by_side(measured: Iterable[Measured]) -> Table:
     for one in rows:
         others = [other for other in rows if other.entry.rank == one.entry.rank]
         marks = [3] if one.drop == min(other.drop for other in others) and len(others) > 1 else []
-        drops = [other.entry.authors.drop for other in others if other.entry.authors is not None]
-        own = one.entry.authors is not None and one.entry.own  # a substitute's are of several backbones
-        if own and one.entry.authors.drop == min(drops) and len(drops) > 1:
-            marks.append(8)
+        drops = [other.entry.authors.drop for other in others if other.entry.authors is not None and other.entry.own]
+        if len(drops) > 1 and one.entry.authors is not None and one.entry.authors.drop == min(drops):
+            marks.append(8)  # not for a substitute, whose rows of the paper are of several backbones
         best.append(marks)
     return Table(header, [_cells(one) for one in rows], best, groups, words=[1, 6])
 
@@ -130,7 +129,7 @@ def rankings(found: Sequence[Agreement]) -> Table:
     rows = []
     for (backbone, against, scheme, regime), own in sorted(groups.items(), key=lambda item: _place(item[0])):
         t = total(own)
-        rows.append([backbone, SHORT[against], SCHEMES[scheme], regime, str(t.rates), f"{signed(t.tau)}", str(t.same),
+        rows.append([backbone, SHORT[against], SCHEMES[scheme], regime, str(t.rates), tau(t.tau), str(t.same),
                      str(t.unclear), str(t.clear)])  # fmt: skip
     return Table(header, rows, words=[1, 2, 3])
 
@@ -145,7 +144,7 @@ def orders(found: Sequence[Agreement]) -> Table:
     rows = []
     for one in sorted(found, key=lambda a: (*_place((a.backbone, a.against, a.scheme, a.regime)), a.rank)):
         theirs, ours = (" > ".join(METHODS[m] for m in names) for names in (one.methods, one.ours))
-        rows.append([f"{SHORT[one.against]}, {SCHEMES[one.scheme]}, {rate(one)}", theirs, ours, signed(one.tau)])
+        rows.append([f"{SHORT[one.against]}, {SCHEMES[one.scheme]}, {rate(one)}", theirs, ours, tau(one.tau)])
     return Table(["rate", "the paper's order", "ours", "tau"], rows, words=[1, 2])
 
 
@@ -160,6 +159,11 @@ def reversals(found: Sequence[Agreement], clear: bool = True) -> Table:
                 figures = [signed(pair.theirs), signed(pair.ours), f"{SURE * pair.error:.2f}"]
                 rows.append([where, METHODS[pair.better], METHODS[pair.worse], *figures])
     return Table(header, rows, words=[1, 2])
+
+
+def tau(value: float) -> str:
+    """Kendall's tau, or a dash where there is no order: all alike."""
+    return signed(value) if value == value else NOTHING
 
 
 def rate(one: Agreement) -> str:
