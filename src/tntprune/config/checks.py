@@ -68,13 +68,16 @@ def check_flags(config: Config, *names: str) -> None:
         check(allowed, f"{name}={value!r}: expected True or False")
 
 
-@cache
 def choices(config: type[Config], name: str) -> tuple[Any, ...]:
     """The words an option allows, None among them where it does; () where the option takes no words."""
-    hint = get_type_hints(config)[name]
+    kind: Any = config
+    hint = _hints(kind)[name]
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     words = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
     return words + ((None,) if words and NoneType in parts else ())
+
+
+_hints = cache(get_type_hints)  # evaluated once: a plan makes hundreds of configs
 
 
 def options(config: type[Config]) -> dict[str, Field[Any]]:
