@@ -134,13 +134,15 @@ class _Runner:
         self.plan, self.ledger, self.device, self.workers = plan, ledger, device, workers
         self.together, self.speed, self.rounds = together, speed, rounds
         self.on_bad_image, self.world, self.progress = on_bad_image, world, progress and world.main
+        # the same ones in all processes, although some may be writing already
+        self.rows = world.gather(ledger.rows() if world.main else {})[0]
         self.told: set[str] = set()  # photos that could not be read, of which each is told once
 
     def backbone(self, backbone: Backbone) -> None:
         """Measure the settings of one model that the file does not have yet."""
-        rows = self._rows()
-        missing = {task.key for task in backbone.tasks if task.key not in rows}
-        slow = {key for key in (task.key for task in backbone.tasks) if self.speed and _lacks_speed(rows.get(key))}
+        keys = [task.key for task in backbone.tasks]
+        missing = {key for key in keys if key not in self.rows}
+        slow = {key for key in keys if self.speed and self._lacks_speed(key)}
         # on a processor that all share, the main process takes the times when the others have ended
         alone = self.world.size == 1 or torch.device(self.device).type != "cpu"
         wanted = missing | slow if alone else missing
@@ -149,25 +151,21 @@ class _Runner:
         with host.bar(sum(task.key in missing for task in mine), self.progress) as bar:
             for group in _chunks(mine, self.together):
                 with host.models(group) as models:
-                    self._count(host, group, models, rows, bar)
+                    self._count(host, group, models, bar)
                     if alone:
-                        self._time(host, group, models, rows, bar)
+                        self._time(host, group, models, bar)
             if slow and not alone:
                 self.world.wait()
                 if self.world.main:
-                    rows = self.ledger.rows()
+                    self.rows |= self.ledger.rows()
                     for group in _chunks([task for task in backbone.tasks if task.key in slow], self.together):
                         with host.models(group) as models:
-                            self._time(host, group, models, rows, bar)
+                            self._time(host, group, models, bar)
                 self.world.wait()
 
-    def _rows(self) -> dict[str, Row]:
-        """The file's rows, the same ones in all processes, although some may be writing already."""
-        return self.world.gather(self.ledger.rows() if self.world.main else {})[0]
-
-    def _count(self, host: Host, group: list[Task], models: list[nn.Module], rows: dict[str, Row], bar: Any) -> None:
+    def _count(self, host: Host, group: list[Task], models: list[nn.Module], bar: Any) -> None:
         """Measure the accuracy of those of a group that lack it."""
-        lacking = [number for number, task in enumerate(group) if task.key not in rows]
+        lacking = [number for number, task in enumerate(group) if task.key not in self.rows]
         if not lacking:
             return
         begin = time.perf_counter()
@@ -182,12 +180,11 @@ class _Runner:
                 print(f"skipped {line}", file=sys.stderr)
         for number, one in zip(lacking, counted, strict=True):
             row = _row(group[number], one, len(bad), self.device, seconds / len(lacking))
-            self.ledger.add(row)
-            rows[row.setting.key] = row
+            self._add(row)
 
-    def _time(self, host: Host, group: list[Task], models: list[nn.Module], rows: dict[str, Row], bar: Any) -> None:
+    def _time(self, host: Host, group: list[Task], models: list[nn.Module], bar: Any) -> None:
         """Measure the speed of those of a group that lack it."""
-        lacking = [number for number, task in enumerate(group) if _lacks_speed(rows[task.key])]
+        lacking = [number for number, task in enumerate(group) if self._lacks_speed(task.key)]
         if not self.speed or not lacking:
             return
         bar.set_postfix_str("timing")
@@ -197,18 +194,20 @@ class _Runner:
         )
         seconds = (time.perf_counter() - begin) / len(lacking)
         for number, one in zip(lacking, found, strict=True):
-            row = _timed(rows[group[number].key], one, self.device, seconds, self.rounds)
-            self.ledger.add(row)
-            rows[row.setting.key] = row
+            row = _timed(self.rows[group[number].key], one, self.device, seconds, self.rounds)
+            self._add(row)
         bar.set_postfix_str("")
+
+    def _lacks_speed(self, key: str) -> bool:
+        return key not in self.rows or self.rows[key].images_per_s is None
+
+    def _add(self, row: Row) -> None:
+        self.ledger.add(row)
+        self.rows[row.setting.key] = row
 
 
 def _chunks(tasks: Sequence[Task], size: int) -> list[list[Task]]:
     return [list(tasks[first : first + size]) for first in range(0, len(tasks), size)]
-
-
-def _lacks_speed(row: Row | None) -> bool:
-    return row is None or row.images_per_s is None
 
 
 def _row(task: Task, counted: Counted, skipped: int, device: str, seconds: float) -> Row:
