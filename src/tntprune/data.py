@@ -20,6 +20,7 @@ from tntprune.errors import UsageError, UserError
 from tntprune.images import BadImage, find_images
 from tntprune.photo import Photo as Photo
 from tntprune.photo import packed
+from tntprune.posterize import mend
 
 if TYPE_CHECKING:
     from tntprune.streams import Stream
@@ -111,7 +112,7 @@ def transform_for(model: Any, augment: Augmentation | None = None) -> Callable[[
     if augment is None:
         return create_transform(**config)  # type: ignore[no-any-return]
     try:
-        return create_transform(  # type: ignore[no-any-return]
+        made = create_transform(
             config["input_size"], is_training=True, interpolation=config["interpolation"], mean=config["mean"],
             std=config["std"], scale=(augment.crop, 1.0), hflip=augment.hflip, auto_augment=augment.auto_augment,
             color_jitter=augment.color_jitter or None, re_prob=augment.random_erasing, re_mode="pixel",
@@ -120,6 +121,7 @@ def transform_for(model: Any, augment: Augmentation | None = None) -> Callable[[
         raise UsageError(
             f"auto_augment={augment.auto_augment!r}: unknown to timm; expected text such as 'rand-m9-mstd0.5-inc1'"
         ) from None
+    return mend(made)  # type: ignore[no-any-return]
 
 
 class Batch(NamedTuple):
