@@ -46,6 +46,7 @@ from tntprune.data import Photos, collate, input_mode, labelled_photos, transfor
 from tntprune.environment import stamp
 from tntprune.evaluate import Tally
 from tntprune.models import load_model
+from tntprune.precision import exact_head_
 from tntprune.storage import write
 
 MODEL = "vit_tiny_patch16_224"
@@ -180,17 +181,6 @@ def rows(model: nn.Module) -> list[Row]:
     return found
 
 
-def exact(head: nn.Module) -> None:
-    """Let a head run in fp32 under autocast: a thousand logits in bf16 have ties."""
-    inner = head.forward
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return inner(x.float())  # type: ignore[no-any-return]
-
-    head.forward = forward  # type: ignore[method-assign]
-
-
 class Bench:
     """The model, the photos and what the unpruned model says of them, loaded once."""
 
@@ -199,7 +189,7 @@ class Bench:
         self.model = load_model(MODEL, data / f"{MODEL}.safetensors", "cpu").eval()
         self.base = copy.deepcopy(self.model)
         for model in (self.model, self.base):
-            exact(model.head)
+            exact_head_(model)
         self.plain = copy.deepcopy(self.model.state_dict())
         photos = labelled_photos(data / "imagenet-val-1300", self.model)
         reader = Photos(photos, transform_for(self.model), input_mode(self.model))
