@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from tntprune.errors import UserError
-from tntprune.storage import make_folder, read_metadata, read_weights, write
+from tntprune.storage import make_folder, packed, read_metadata, read_weights, write
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1, 2]), "h": torch.ones(2, dtype=torch.half)}
 
@@ -235,3 +235,13 @@ def test_missing_files_and_folders_are_refused(tmp_path):
     refused(lambda: read_weights(tmp_path), tmp_path, "not a file")
     refused(lambda: read_metadata(tmp_path / "w.safetensors"), tmp_path / "w.safetensors", "cannot be read")
     refused(lambda: read_metadata(tmp_path), tmp_path, "cannot be read")
+
+
+def test_a_file_of_the_same_content_is_the_same_byte_for_byte(tmp_path):
+    """The library writes the metadata in another order each time, and results are kept under a file's hash."""
+    about = {name: f"é {name}" for name in "abcdefgh"}
+    assert len({packed(TENSORS, about) for _ in range(20)}) == 1
+    write(tmp_path / "x.safetensors", packed(TENSORS, about))
+    assert same(read_weights(tmp_path / "x.safetensors")) and read_metadata(tmp_path / "x.safetensors") == about
+    write(tmp_path / "x.safetensors", packed(TENSORS))
+    assert same(read_weights(tmp_path / "x.safetensors")) and read_metadata(tmp_path / "x.safetensors") == {}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from safetensors.torch import save as to_bytes
 from torch import nn
 
 import tntprune
@@ -18,7 +17,7 @@ from tntprune.fingerprint import identity
 from tntprune.hub import download
 from tntprune.reduce import base_of, inherit, reduce_, reduction_of
 from tntprune.shipped import SHIPPED, find_shipped
-from tntprune.storage import make_folder, read_metadata, read_weights, write
+from tntprune.storage import make_folder, packed, read_metadata, read_weights, write
 
 if TYPE_CHECKING:
     from tntprune.curve import Curve
@@ -62,7 +61,7 @@ def save(
     if weights:
         save_weights(model, folder)
     tensors = {name: value.detach().cpu().contiguous() for name, value in method.state_dict().items()}
-    write(folder / FILE, to_bytes(tensors or {EMPTY: torch.zeros(1)}, metadata=about))
+    write(folder / FILE, packed(tensors or {EMPTY: torch.zeros(1)}, metadata=about))
     if card:
         from tntprune.card import CARD, model_card
 
@@ -89,7 +88,7 @@ def save_weights(model: nn.Module, folder: str | Path, made_by: str = "") -> Pat
     path = Path(folder) / WEIGHTS
     make_folder(path.parent)
     own = {name: value.detach().cpu().contiguous() for name, value in base_of(model).state_dict().items()}
-    write(path, to_bytes(own, metadata={"tntprune": tntprune.__version__, "made_by": made_by}))
+    write(path, packed(own, metadata={"tntprune": tntprune.__version__, "made_by": made_by}))
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from contextlib import suppress
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from tntprune.errors import UserError
 
@@ -51,6 +52,21 @@ def write(path: Path, data: bytes) -> None:
     finally:
         with suppress(OSError):  # nothing is left of it, or it could not even be opened
             temporary.unlink(missing_ok=True)
+
+
+def packed(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """A safetensors file that is the same, byte for byte, whenever its content is.
+
+    The library itself writes the metadata in another order each time.
+    """
+    data = save(tensors, metadata=metadata)
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    if metadata is not None:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[end:]
 
 
 def read_metadata(path: Path) -> dict[str, str]:
