@@ -59,7 +59,7 @@ def packed(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = N
 
     The library itself writes the metadata in another order each time.
     """
-    data = save(tensors, metadata=metadata)
+    data: bytes = save(tensors, metadata=metadata)
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     if metadata is not None:
