@@ -237,6 +237,7 @@ def test_shards_are_shuffled_by_seed_and_epoch_alone(shards, monkeypatch):
     assert len({tuple(numbers) for numbers in orders.values()}) == 3 and list(range(40)) not in orders.values()
     assert order(0, 0) == orders[0, 0]
     assert len({number // 5 for number in orders[0, 0][:5]}) > 1  # of several shards at the same time
+    assert len({order(0, epoch)[0] // 5 for epoch in range(8)}) > 2  # and it is not always the first shards that begin
 
 
 def test_labels_may_lie_in_the_json(shards):
