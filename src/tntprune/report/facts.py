@@ -36,7 +36,7 @@ def measured(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     listed = Table([], [list(fact) for fact in facts], words=[1]).html()
     again = commands(rows).html()
     return (
-        paragraphs([SPEED])
+        paragraphs([SPEED] if any(row.images_per_s is not None for row in rows) else [])
         + listed
         + f"<details><summary>The command of each of the {len(rows)} rows</summary>{again}</details>"
     )

@@ -61,13 +61,16 @@ def curves(
 
 def _drawn(backbones: Sequence[Backbone], scheme: str, form: Form, styles: Mapping[str, Look], narrow: bool) -> bytes:
     columns = len(backbones)
-    wide = {1: 6.4, 2: 4.7}.get(columns, 3.35)
-    size, shape = ((4.2, 3.3 * columns * 2), (columns * 2, 1)) if narrow else ((wide * columns, 6.4), (2, columns))
+    fast = any(row.images_per_s for backbone in backbones for row in (backbone.base, *backbone.rows))
+    pair = (3.2, 3.2 if fast else 0.8)  # inches of the plot on top and of the one below
+    if narrow:
+        width, tall, shape, heights = 4.2, sum(pair) * columns, (2 * columns, 1), pair * columns
+    else:
+        width, tall, shape, heights = {1: 6.4, 2: 9.4}.get(columns, 3.35 * columns), sum(pair), (2, columns), pair
     shown = [name for name in styles if any(name in backbone.lines(scheme) for backbone in backbones)]
-    across = 2 if narrow else min(5, int(size[0] // 1.9))
-    legend_rows = -(-(len(shown) + 1) // across)
-    figure = blank(size[0], size[1] + 0.2 * legend_rows)
-    axes = figure.subplots(*shape, squeeze=False)
+    across = 2 if narrow else min(5, int(width // 1.9))
+    figure = blank(width, tall + 0.2 * -(-(len(shown) + 1) // across))
+    axes = figure.subplots(*shape, squeeze=False, height_ratios=heights)
     for number, backbone in enumerate(backbones):
         upper, lower = (axes[2 * number][0], axes[2 * number + 1][0]) if narrow else axes[:, number]
         lines = backbone.lines(scheme)
@@ -76,7 +79,7 @@ def _drawn(backbones: Sequence[Backbone], scheme: str, form: Form, styles: Mappi
         _fill(lower, lines, backbone.base, styles, _speed, "images/s")
         upper.set_title(backbone.label, fontsize=10 if columns < 3 or narrow else 9)
         for axis in (upper, lower):
-            if narrow or number == 0:
+            if (narrow or number == 0) and axis.lines:
                 axis.set_ylabel("top-1, %")
     handles: dict[str, Any] = {}
     for axis in axes.flatten():
@@ -118,7 +121,7 @@ def _fill(
     if not points:
         words = "speed was not measured" if lines else "no rows"
         axis.text(0.5, 0.5, words, transform=axis.transAxes, ha="center", va="center", color=GREY, fontsize=10)
-        axis.set(xticks=[], yticks=[])
+        axis.set(xticks=[], yticks=[], xlabel="")
         axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
         return
     spent = cost(base)
