@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from math import nan, sqrt
 from statistics import fmean
 
@@ -82,8 +83,8 @@ class Agreement:
         scheme: "single" or "multi".
         regime: "high" or "low".
         rank: Of the rate, from 1.
-        methods: That both have, in the authors' order.
-        ours: The same methods in ours.
+        theirs: Top-1 that the authors have, by method, the best first; of methods that both have.
+        ours: The same of ours.
         tau: Kendall's tau-b: 1 for the same order, -1 for the opposite one.
         same: Pairs in the same order.
         pairs: Those in the opposite order.
@@ -94,8 +95,8 @@ class Agreement:
     scheme: str
     regime: str
     rank: int
-    methods: tuple[str, ...]
-    ours: tuple[str, ...]
+    theirs: dict[str, float]
+    ours: dict[str, float]
     tau: float
     same: int
     pairs: tuple[Pair, ...]
@@ -175,20 +176,19 @@ def total(agreements: Sequence[Agreement]) -> Total:
 
 
 def _agreement(
-    own: dict[str, Measured], theirs: dict[str, float]
-) -> tuple[tuple[str, ...], tuple[str, ...], float, int, tuple[Pair, ...]]:
-    order = sorted(theirs, key=lambda method: -theirs[method])
-    ours = sorted(order, key=lambda method: -own[method].row.top1)
+    own: dict[str, Measured], printed: dict[str, float]
+) -> tuple[dict[str, float], dict[str, float], float, int, tuple[Pair, ...]]:
+    theirs = dict(sorted(printed.items(), key=lambda item: -item[1]))
+    top1 = {method: own[method].row.top1 for method in theirs}
     pairs, same = [], 0
-    for number, better in enumerate(order):
-        for worse in order[number + 1 :]:
-            gap, back = own[better].row.top1 - own[worse].row.top1, theirs[better] - theirs[worse]
-            if back > 0 > gap:
-                pairs.append(Pair(better, worse, back, gap, _error(own[better].row, own[worse].row)))
-            elif back > 0 and gap > 0:
-                same += 1
-    tau = kendall([own[method].row.top1 for method in order], [theirs[method] for method in order])
-    return tuple(order), tuple(ours), tau, same, tuple(pairs)
+    for better, worse in combinations(theirs, 2):
+        gap, back = top1[better] - top1[worse], theirs[better] - theirs[worse]
+        if back > 0 > gap:
+            pairs.append(Pair(better, worse, back, gap, _error(own[better].row, own[worse].row)))
+        elif back > 0 and gap > 0:
+            same += 1
+    tau = kendall(list(top1.values()), list(theirs.values()))
+    return theirs, dict(sorted(top1.items(), key=lambda item: -item[1])), tau, same, tuple(pairs)
 
 
 def _error(one: Row, other: Row) -> float:

@@ -142,3 +142,14 @@ def seconds(name: str, device: str, precision: Precision = "fp32") -> float:
         if turn:  # the first one chooses kernels
             best = min(best, time.perf_counter() - begin)
     return best / batch
+
+
+def duration(seconds: float) -> str:
+    """A time as a person says it."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} days"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tntprune.config import to_dict
-from tntprune.paper.cost import TRAIN, VAL, Estimate, Task, count, estimate
+from tntprune.paper.cost import TRAIN, VAL, Estimate, Task, count, duration, estimate
 from tntprune.paper.plan import Entry, Plan
 from tntprune.paper.trainings import RecipeName, tasks
 
@@ -89,12 +89,12 @@ def _text(plan: Plan, todo: list[Task], found: Estimate, recipe: str) -> str:
         about = "together with the model" if task.tunes else "on the frozen model"
         time = found.training[f"{task.model} {task.name}"]
         lines.append(
-            f"  {task.model} {task.name}: {task.epochs} epochs of {found.photos} photos {about}, {hours(time)}"
+            f"  {task.model} {task.name}: {task.epochs} epochs of {found.photos} photos {about}, {duration(time)}"
         )
     lines += [
         "",
-        f"{len(plan.runs)} settings to run on {found.images} photos: {hours(found.evaluating)}",
-        f"with the trainings: {hours(found.total)}",
+        f"{len(plan.runs)} settings to run on {found.images} photos: {duration(found.evaluating)}",
+        f"with the trainings: {duration(found.total)}",
         f"estimated from {found.how}.",
     ]
     return "\n".join(lines).lstrip("\n")
@@ -109,14 +109,3 @@ def _line(entry: Entry) -> str:
     plain = f" on {entry.model}" if entry.model != entry.backbone else ""
     needs = "" if entry.training is None else f"  training {entry.training}{plain}"
     return f"{entry.name:36} {entry.parameter:>20} {ours}  {theirs}{needs}".rstrip()
-
-
-def hours(seconds: float) -> str:
-    """A time as a person says it."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 48 * 3600:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 86400:.1f} days"

@@ -10,6 +10,7 @@ from typing import Any
 from tntprune.paper import tables
 from tntprune.paper.ablation import CAPTION
 from tntprune.paper.compare import SURE, Measured, agreements, backbones_of
+from tntprune.paper.cost import duration
 from tntprune.paper.facts import facts
 from tntprune.paper.figures import map_caption, map_file, picture, pictures
 from tntprune.paper.names import BACKBONES, METHODS
@@ -83,7 +84,7 @@ def slots(plan: Plan, measured: Sequence[Measured], about: About, folder: str = 
         "images": f"{max((one.row.images for one in measured), default=0):,}",
         "settings": len({one.row.setting.key for one in measured}),
         "command": about.command,
-        "hours": f"{_seconds(measured, about) / 3600:.1f}",
+        "time": duration(_seconds(measured, about)),
         "sure": SURE,
         **facts(measured),
     }
@@ -195,8 +196,8 @@ def _notes(measured: Sequence[Measured]) -> str:
 
 
 def _made(measured: Sequence[Measured], about: About) -> str:
-    hours = _seconds(measured, about) / 3600
-    lines = [f"    {about.command}", "", f"{hours:.1f} hours of training and measuring; rows are in `{about.results}`."]
+    time = duration(_seconds(measured, about))
+    lines = [f"    {about.command}", "", f"{time} of training and measuring; rows are in `{about.results}`."]
     if about.trainings:
         spent = "; ".join(f"{name} {seconds:.0f} s" for name, seconds in about.trainings.items())
         lines.append(f"Trainings, {about.recipe} recipe: {spent}.")

@@ -143,9 +143,18 @@ def orders(found: Sequence[Agreement]) -> Table:
     """The methods in the authors' order and in ours, at each rate."""
     rows = []
     for one in sorted(found, key=lambda a: (*_place((a.backbone, a.against, a.scheme, a.regime)), a.rank)):
-        theirs, ours = (" > ".join(METHODS[m] for m in names) for names in (one.methods, one.ours))
-        rows.append([f"{SHORT[one.against]}, {SCHEMES[one.scheme]}, {rate(one)}", theirs, ours, tau(one.tau)])
+        where = f"{SHORT[one.against]}, {SCHEMES[one.scheme]}, {rate(one)}"
+        rows.append([where, _order(one.theirs), _order(one.ours), tau(one.tau)])
     return Table(["rate", "the paper's order", "ours", "tau"], rows, words=[1, 2])
+
+
+def _order(top1: dict[str, float]) -> str:
+    """Methods from the best on; what is equally good is said to be."""
+    told, last = "", None
+    for method, value in top1.items():
+        told += ("" if last is None else " = " if value == last else " > ") + METHODS[method]
+        last = value
+    return told
 
 
 def reversals(found: Sequence[Agreement], clear: bool = True) -> Table:
