@@ -35,12 +35,18 @@ def _one(rank: int, size: int, port: int, work: Any, arguments: tuple[Any, ...])
             torch.distributed.destroy_process_group()
 
 
-def together(size: int, work: Any, *arguments: Any) -> None:
-    """Run `work(world, *arguments)` in so many processes, and fail if one of them does."""
+def start(size: int, work: Any, *arguments: Any) -> list[Any]:
+    """Run `work(world, *arguments)` in so many processes, which are given back as soon as they have started."""
     port = free_port()
     started = [processes.Process(target=_one, args=(rank, size, port, work, arguments)) for rank in range(size)]
     for process in started:
         process.start()
+    return started
+
+
+def together(size: int, work: Any, *arguments: Any) -> None:
+    """Run `work(world, *arguments)` in so many processes, and fail if one of them does."""
+    started = start(size, work, *arguments)
     for process in started:
         process.join(120)
     codes = [process.exitcode for process in started]
