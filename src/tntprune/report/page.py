@@ -59,7 +59,7 @@ footer { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid #e3e6ec; co
   body { font-size: 10pt; color: #000; max-width: none; margin: 0; padding: 0; }
   nav { display: none; }
   p, li, figcaption, p.note, p.lead { max-width: none; color: #000; }
-  figcaption { font-size: 8.5pt; }
+  figcaption, p.note { font-size: 8.5pt; }
   .scroll { overflow: visible; }
   table { font-size: 7.5pt; width: 100%; }
   th, td { padding: .15rem .3rem; }
