@@ -101,7 +101,8 @@ def scratch() -> Recipe:
 
 
 def changed(recipe: Recipe, options: dict[str, Any]) -> Recipe:
-    """The same with other options, of the training or of the augmentation; None leaves an option as it is.
+    """The same with other options, of the training or of the augmentation; None leaves an option as it is, and
+    "none" as `auto_augment` is no such augmentation.
 
     Where the rates go with the batch size, another batch size changes those that are not given.
 
@@ -109,6 +110,8 @@ def changed(recipe: Recipe, options: dict[str, Any]) -> Recipe:
         UsageError: a value is out of range.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    if given.get("auto_augment") == "none":
+        given["auto_augment"] = None
     training = recipe.training
     if recipe.scales and "batch_size" in given:
         ratio = given["batch_size"] / training.batch_size

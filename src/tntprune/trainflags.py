@@ -28,7 +28,7 @@ FLAGS: dict[str, tuple[Any, str, str, str]] = {  # type, what stands for a value
     ),
     "crop": (float, "FLOAT", "smallest share of the area in random crops", "0.35"),
     "hflip": (float, "FLOAT", "probability of mirror images", "0.5"),
-    "auto_augment": (str, "TEXT", "RandAugment and the like; timm's text, such as rand-m9-mstd0.5-inc1", "none"),
+    "auto_augment": (str, "TEXT", "timm's RandAugment and the like, or none; such as rand-m9-mstd0.5-inc1", "none"),
     "color_jitter": (float, "FLOAT", "of brightness, contrast, saturation", "0"),
     "random_erasing": (float, "FLOAT", "probability of an erased rectangle", "0"),
     "mixup": (float, "FLOAT", "blend two photos; the authors' is 0.8", "0"),
