@@ -16,6 +16,7 @@ from tntprune.paper.figures import map_caption, map_file, picture, pictures
 from tntprune.paper.names import BACKBONES, METHODS
 from tntprune.paper.plan import Plan
 from tntprune.paper.settings import HOW
+from tntprune.report.page import paragraphs
 from tntprune.report.tables import Table, markdown
 
 TITLE = "The paper, beside what its authors reported"
@@ -23,6 +24,14 @@ COLUMNS = 3  # backbones in one figure
 REGIMES = {"high": "high-token regime", "low": "low-token regime"}
 TEMPLATE = "page.md"
 NOTHING = "Not asked for."
+DROPS = (
+    "Drops are in points of top-1 below the unpruned model: ours below ours, the authors' below the one that they "
+    "print, which is lower than what DeiT's own authors report. A negative difference means that we lost less than "
+    'they did. "MACs, %" is the share of the unpruned model\'s multiply-accumulates, which the paper calls GFLOPs, '
+    '"speed-up" the ratio of images/s. EViT and DynamicViT ran on plain DeiT in the paper, and their drops there are '
+    "still taken from the distilled model's accuracy, the only one that is printed. A star behind a method marks what "
+    "is odd about the paper's row."
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,7 @@ def slots(plan: Plan, measured: Sequence[Measured], about: About, folder: str = 
     return {
         "lead": lead(plan, measured),
         "unpruned": _markdown(tables.unpruned(measured)),
+        "drops": DROPS,
         "main": _headed(main_tables(measured)),
         "figures": pictures(measured, folder),
         "rankings": _markdown(tables.rankings(order)),
@@ -159,9 +169,11 @@ def sections(plan: Plan, measured: Sequence[Measured]) -> list[tuple[str, str]]:
     """For the HTML report: headings and what is below them."""
     order = agreements(measured)
     found = []
-    for heading, group in (("Beside the paper", main_tables(measured)), ("Ablation", ablations(measured))):
+    main = main_tables(measured)
+    for heading, group in (("Beside the paper", main), ("Ablation", ablations(measured))):
         if group:
-            found.append((heading, "".join(f"<h3>{name}</h3>\n{table.html()}" for name, table in group)))
+            start = paragraphs([DROPS if group is main else CAPTION])
+            found.append((heading, start + "".join(f"<h3>{name}</h3>\n{table.html()}" for name, table in group)))
     if order:
         pairs = f"<p>Pairs in opposite orders for sure:</p>{tables.reversals(order).html()}"
         found.append(("The order of methods, ours and the paper's", tables.rankings(order).html() + pairs))

@@ -83,7 +83,7 @@ def side_by_side(measured: Iterable[Measured]) -> Table:
 
 def _cells(one: Measured) -> list[str]:
     entry, row, authors = one.entry, one.row, one.entry.authors
-    name = entry.name if not (authors and (authors.not_met or entry.note)) else f"{entry.name} \\*"
+    name = entry.name if not (authors and (authors.not_met or entry.note)) else f"{entry.name} *"
     ours = [f"{row.top1:.2f}", _points(one.drop), f"{100 * one.share:.1f}", _ratio(row.speedup)]
     if authors is None:
         return [name, entry.parameter, *ours, *[NOTHING] * 6]
