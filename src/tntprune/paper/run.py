@@ -101,7 +101,7 @@ def run(plan: Plan, options: Options, world: World = ALONE, progress: bool = Tru
     )  # fmt: skip
     measured = _measure(plan, options, where, world, progress)
     if world.main:
-        maps = draw_maps(plan.maps, options, where)
+        maps = draw_maps(plan.maps, options, where, device)
         about = page.About(options.command, options.recipe, spent(plan, where), RESULTS)
         write_pages(plan, measured, maps, about, options.out)
     world.wait()
@@ -152,11 +152,11 @@ def join(plan: Plan, rows: dict[str, Row]) -> list[Measured]:
     return [Measured(entry, rows[entry.run], bases[entry.model]) for entry in every]
 
 
-def draw_maps(maps: Sequence[TokenMap], options: Options, trainings: Path) -> list[tuple[str, bytes]]:
+def draw_maps(maps: Sequence[TokenMap], options: Options, trainings: Path, device: str) -> list[tuple[str, bytes]]:
     """A picture for each figure of token maps: its caption and the PNG, which is also written."""
     found = []
     for one in maps:
-        model = load(one.backbone, (options.weights or {}).get(one.backbone), options.device)
+        model = load(one.backbone, (options.weights or {}).get(one.backbone), device)
         photos = list(options.photos) or Listing(options.data, model, SHOWN).paths
         config = one.config
         changes = {name: getattr(config, name) for name in ("at", "keep", "similar")}
