@@ -53,6 +53,26 @@ Workers = Annotated[
     tyro.conf.arg(metavar="INT", help="processes that read photos (half the processors)", help_behavior_hint=""),
 ]
 
+PhotosOf = Annotated[
+    str,
+    tyro.conf.arg(
+        metavar="DIR",
+        help="photos in class folders (WordNet ids for ImageNet); or hfds/NAME, hfids/NAME, wds/DIR, torch/NAME",
+    ),
+]
+Split = Annotated[
+    str | None,
+    tyro.conf.arg(metavar="NAME", help="of such a data set; or a folder in the folder", help_behavior_hint=""),
+]
+Root = Annotated[
+    Path | None,
+    tyro.conf.arg(metavar="DIR", help="where torch/ data lies and hfds/ data is kept", help_behavior_hint=""),
+]
+Samples = Annotated[
+    int | None,
+    tyro.conf.arg(metavar="INT", help="photos in a stream that does not tell", help_behavior_hint=""),
+]
+
 
 def load(model: str, weights: Path | None, device: str, img_size: tuple[int, int] | None = None) -> nn.Module:
     """A model with its weights, on a device; a line tells if the Hub is asked."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from tntprune.counting import macs, macs_by_image
-from tntprune.data import Photo, Photos, collate, input_mode, transform_for
+from tntprune.data import Photo, Photos, input_mode, transform_for
 from tntprune.errors import UserError
+from tntprune.loading import in_order
 from tntprune.reduce import base_of, device_of, is_reduced, reduction_of
+from tntprune.streams import Stream
 from tntprune.trace import record
 from tntprune.world import ALONE, World
 
@@ -188,7 +189,7 @@ def measure(
 
 def evaluate(
     model: nn.Module,
-    photos: list[Photo],
+    photos: Sequence[Photo] | Stream,
     *,
     batch_size: int = 32,
     workers: int = 1,
@@ -204,7 +205,7 @@ def evaluate(
 
     Args:
         model: In eval mode, reduced or not.
-        photos: What `labelled_photos` found.
+        photos: What `open_photos` found.
         batch_size: Images at a time.
         workers: Processes that read.
         on_bad_image: "error" stops at the first image that cannot be read; "skip" leaves it out and counts it.
@@ -219,12 +220,8 @@ def evaluate(
     Raises:
         UserError: an image cannot be read, and none is to be skipped.
     """
-    places = range(len(photos))
-    batched = [list(places[first : first + batch_size]) for first in places[::batch_size]]
-    loader = DataLoader(
-        Photos(photos, transform_for(model), input_mode(model)),
-        batch_sampler=world.share(batched), num_workers=workers, collate_fn=collate,
-    )  # fmt: skip
+    reader = Photos(photos, transform_for(model), input_mode(model))
+    loader = in_order(reader, batch_size, workers, world.rank, world.size, pin=device_of(model).type == "cuda")
     bad: list[str] = []
 
     def batches() -> Any:

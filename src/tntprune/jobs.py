@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tntprune.data import default_workers, labelled_photos
+from tntprune.data import default_workers
+from tntprune.datasets import open_photos
 from tntprune.recipes import Recipe
 from tntprune.reduce import device_of
 from tntprune.runs import train_run
@@ -33,6 +34,10 @@ def train_folder(
     recipe: Recipe,
     *,
     val: str | Path | None = None,
+    split: str | None = None,
+    val_split: str | None = None,
+    root: Path | None = None,
+    samples: int | None = None,
     workers: int | None = None,
     resume: bool = False,
     save_every: int = 50,
@@ -47,10 +52,14 @@ def train_folder(
     Args:
         model: Reduced with the recipe's config.
         data: The photos, with a subfolder a class where it is trained against labels; or what timm's `create_dataset`
-            reads.
+            opens.
         out: The folder of the training.
         recipe: How.
         val: Labelled photos to validate on after each epoch; the best epoch is kept.
+        split: Of the data, if it is not "train"; see `datasets.open_photos`, for the next three too.
+        val_split: Of the photos to validate on, if it is not "validation".
+        root: Where data sets lie.
+        samples: How many photos a stream to train on has.
         workers: Processes that read photos.
         resume: Continue what is there.
         save_every: Steps between checkpoints.
@@ -67,12 +76,13 @@ def train_folder(
     workers = default_workers() if workers is None else workers
     check_whole("workers", workers, 0)
     training = recipe.training.on(device_of(model))
-    source = photo_source(model, data, recipe, needs_labels(model), workers)
-    validate = None
-    if val is not None:
-        validate = Validation(model, labelled_photos(Path(val), model), workers=workers, world=world)
-    told = {
-        "data": str(Path(data).resolve()),
+    with world.main_first():  # what has to be fetched is fetched once
+        labelled = needs_labels(model)
+        source = photo_source(model, data, recipe, labelled, workers, split=split, root=root, samples=samples)
+        photos = None if val is None else open_photos(val, model, split=val_split, root=root)
+    validate = None if photos is None else Validation(model, photos, workers=workers, world=world)
+    told: dict[str, Any] = {
+        "data": str(Path(data).resolve()) if Path(data).exists() else str(data),
         "photos": len(source.photos),
         "augmentation": asdict(recipe.augmentation),
     }

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from tntprune.backbones.base import find_backbone
 from tntprune.batches import LoaderSource, PhotoSource, Source, TensorSource
-from tntprune.data import Photos, all_photos, default_workers, input_mode, labelled_photos, transform_for
+from tntprune.data import Photos, default_workers, input_mode, transform_for
+from tntprune.datasets import open_photos
 from tntprune.errors import UsageError, UserError
 from tntprune.mixing import mixer_for
 from tntprune.recipes import Recipe
@@ -84,9 +85,17 @@ def needs_labels(model: nn.Module) -> bool:
 
 
 def photo_source(
-    model: nn.Module, folder: str | Path, recipe: Recipe, labelled: bool, workers: int | None
+    model: nn.Module, data: str | Path, recipe: Recipe, labelled: bool, workers: int | None, **where: Any
 ) -> PhotoSource:
-    """A folder of photos, augmented, for training.
+    """Photos, augmented, for training.
+
+    Args:
+        model: A reduced model.
+        data: A folder, or what timm's `create_dataset` opens.
+        recipe: How they are used.
+        labelled: Whether the training needs labels.
+        workers: Processes that read.
+        **where: Of a data set: split, root, samples; see `datasets.open_photos`.
 
     Raises:
         UsageError: the number of workers is below 0.
@@ -95,7 +104,7 @@ def photo_source(
     workers = default_workers() if workers is None else workers
     check_whole("workers", workers, 0)
     training, images = recipe.training, recipe.augmentation
-    found = labelled_photos(Path(folder), model) if labelled else all_photos(Path(folder))
+    found = open_photos(data, model, training=True, labelled=labelled, **where)
     photos = Photos(found, transform_for(model, images), input_mode(model), training.seed)
     classes = find_backbone(model).classes(model)
     mixer = mixer_for(images, classes, training.label_smoothing, training.seed)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from tntprune.data import Photo, Photos, collate, input_mode, transform_for
+from tntprune.data import Photo, Photos, input_mode, transform_for
 from tntprune.errors import UserError
 from tntprune.evaluate import Tally
+from tntprune.loading import in_order
 from tntprune.reduce import device_of, reduction_of
+from tntprune.streams import Stream
 from tntprune.world import ALONE, World
 
 
@@ -25,15 +28,16 @@ class Validation:
     """
 
     def __init__(
-        self, model: nn.Module, photos: list[Photo], batch_size: int = 64, workers: int = 1, world: World = ALONE
+        self,
+        model: nn.Module,
+        photos: Sequence[Photo] | Stream,
+        batch_size: int = 64,
+        workers: int = 1,
+        world: World = ALONE,
     ) -> None:
         self.model, self.world = model, world
-        places = range(len(photos))
-        batches = [list(places[first : first + batch_size]) for first in places[::batch_size]]
-        self.loader = DataLoader(
-            Photos(photos, transform_for(model), input_mode(model)),
-            batch_sampler=world.share(batches), num_workers=workers, collate_fn=collate,
-        )  # fmt: skip
+        reader = Photos(photos, transform_for(model), input_mode(model))
+        self.loader = in_order(reader, batch_size, workers, world.rank, world.size)
 
     def __call__(self) -> dict[str, float]:
         """Percent of the photos whose label is the first guess, "top1", or among the first five, "top5".

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from tntprune.errors import UserError
 
 T = TypeVar("T")
+PATIENCE = timedelta(days=7)
 
 
 class World:
@@ -88,7 +90,8 @@ class Several(World):
             raise UserError(
                 "several processes need accelerate; install it with: pip install 'tntprune[train]'"
             ) from None
-        state = PartialState(cpu=device == "cpu")  # joins the others, over gloo on CPU and nccl on CUDA
+        # Joins the others, over gloo on CPU and nccl on CUDA. One that has done its share may wait for long.
+        state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
         super().__init__(state.process_index, state.num_processes, state.local_process_index)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

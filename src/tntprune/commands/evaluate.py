@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import copy
 import sys
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from tntprune.console import Device, ImgSize, Json, MethodName, Model, Reducer, Seed, Then, Weights, Workers, load, tell
+from tntprune.console import (
+    Device,
+    ImgSize,
+    Json,
+    MethodName,
+    Model,
+    PhotosOf,
+    Reducer,
+    Root,
+    Samples,
+    Seed,
+    Split,
+    Then,
+    Weights,
+    Workers,
+    load,
+    tell,
+)  # fmt: skip
 from tntprune.options import MethodOptions, apply
 
 
 def evaluate(
     model: Model,
-    data: Annotated[Path, tyro.conf.arg(metavar="DIR", help="photos in class folders (WordNet ids for ImageNet)")],
+    data: PhotosOf,
     reducer: Reducer = None,
     method: MethodName = None,
     reduction: MethodOptions = MethodOptions(),
@@ -23,6 +39,9 @@ def evaluate(
     weights: Weights = None,
     img_size: ImgSize = None,
     device: Device = "cpu",
+    split: Split = None,
+    root: Root = None,
+    samples: Samples = None,
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
     workers: Workers = None,
     on_bad_image: Annotated[
@@ -37,7 +56,8 @@ def evaluate(
     """Top-1, top-5, agreement with the unpruned model, MACs and images/s."""
     import torch
 
-    from tntprune.data import default_workers, labelled_photos
+    from tntprune.data import default_workers
+    from tntprune.datasets import open_photos
     from tntprune.evaluate import Figures
     from tntprune.evaluate import evaluate as run
     from tntprune.reduce import is_reduced
@@ -53,8 +73,10 @@ def evaluate(
     loaded = load(model, weights, world.device(device), img_size)
     before = copy.deepcopy(loaded) if reducer is not None else None  # where the model was trained too, it changes
     built = apply(loaded, method, reducer, reduction, then)
+    with world.main_first():
+        photos = open_photos(data, built, split=split, root=root, samples=samples)
     found, bad = run(
-        built, labelled_photos(data, built), batch_size=batch_size, workers=workers, on_bad_image=on_bad_image,
+        built, photos, batch_size=batch_size, workers=workers, on_bad_image=on_bad_image,
         compare=compare, base=before, world=world,
     )  # fmt: skip
     if not world.main:

@@ -7,7 +7,20 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from tntprune.console import Device, ImgSize, Json, Model, Seed, Weights, Workers, load, tell
+from tntprune.console import (
+    Device,
+    ImgSize,
+    Json,
+    Model,
+    Root,
+    Samples,
+    Seed,
+    Split,
+    Weights,
+    Workers,
+    load,
+    tell,
+)  # fmt: skip
 from tntprune.options import MethodOptions, config_from
 from tntprune.trainflags import TrainingFlags
 
@@ -18,7 +31,7 @@ def train(
         str,
         tyro.conf.arg(
             metavar="DIR",
-            help="photos, in class folders where the loss needs labels; or hfds/NAME, wds/DIR, as timm has it",
+            help="photos, in class folders where the loss needs labels; or hfds/NAME, hfids/NAME, wds/DIR, torch/NAME",
         ),
     ],
     out: Annotated[Path, tyro.conf.arg(metavar="RUN", help="where the reducer, the log and checkpoints go")],
@@ -40,6 +53,10 @@ def train(
             help_behavior_hint="",
         ),
     ] = None,
+    split: Split = None,
+    val_split: Split = None,
+    root: Root = None,
+    samples: Samples = None,
     weights: Weights = None,
     img_size: ImgSize = None,
     device: Device = "cpu",
@@ -74,8 +91,8 @@ def train(
         about["img_size"] = list(img_size)
     ended = resume and (out / FILE).exists()
     found = train_folder(
-        built, data, out, recipe, val=val, workers=workers, resume=resume, save_every=save_every, about=about,
-        tensorboard=tensorboard, world=world,
+        built, data, out, recipe, val=val, split=split, val_split=val_split, root=root, samples=samples,
+        workers=workers, resume=resume, save_every=save_every, about=about, tensorboard=tensorboard, world=world,
     )  # fmt: skip
     if not world.main:
         return 0
