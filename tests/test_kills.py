@@ -221,6 +221,21 @@ def test_killed_while_the_log_is_cut_back(tmp_path, photos, straight):
     assert_same(out, straight)
 
 
+def resume_and_die_at_once(photos, out):
+    dying(Trainer, "step", 1)
+    train(ALONE, photos, out, resume=True)
+
+
+def test_what_is_half_written_does_not_pile_up(tmp_path, photos):
+    out = tmp_path / "run"
+    for work, *more in ((train_and_die, "in the first checkpoint"), (resume_and_die_at_once,)):
+        process = processes.Process(target=work, args=(photos, out, *more))
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+        assert len(list(out.rglob("*.tmp"))) == (work is train_and_die)
+
+
 # One of two processes
 
 

@@ -98,13 +98,14 @@ def train_run(
             if first is not None:
                 make_folder(out)
                 stack.enter_context(_alone(out))
+                _remove(_unfinished(out))
 
         world.agree(prepare)
         if first is not None:
             run = _Run(model, source, training, out, options, world, validate, backbone)
             run.train(first, save_every, tensorboard, progress)
         if world.main:
-            _tidy(out)
+            _remove([out / STATE, out / LOCK, *_unfinished(out)])
         world.wait()
     return out / (WEIGHTS if backbone else FILE)
 
@@ -281,12 +282,12 @@ def _alone(out: Path) -> Iterator[None]:
             (out / LOCK).unlink(missing_ok=True)
 
 
-def _tidy(out: Path) -> None:
-    """Remove what an ended training no longer needs, and what one that was killed left half written."""
-    for path in [
-        out / STATE,
-        out / LOCK,
-        *(path for name in (FILE, WEIGHTS, STATE, LOG) for path in out.glob(f"**/.{name}.*.tmp")),
-    ]:
+def _unfinished(out: Path) -> list[Path]:
+    """What a training that was killed has left half written."""
+    return [path for name in (FILE, WEIGHTS, STATE, LOG) for path in out.glob(f"**/.{name}.*.tmp")]
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
         with suppress(OSError):
             path.unlink(missing_ok=True)
