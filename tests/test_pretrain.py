@@ -14,9 +14,9 @@ from several import together
 from tntprune.checkpoint import load_
 from tntprune.cli import main
 from tntprune.data import class_folders
-from tntprune.errors import UserError
+from tntprune.errors import UsageError, UserError
 from tntprune.models import load_model
-from tntprune.pretraining import untrained
+from tntprune.pretraining import classes_of, untrained
 from tntprune.recipes import changed, scratch
 from tntprune.reduce import base_of, is_reduced
 from tntprune.storage import read_weights
@@ -174,6 +174,17 @@ def test_classes_are_the_folders_unless_it_is_said_otherwise(photos, tmp_path, c
     code, found = call(*command(photos, tmp_path / "no", "--num-classes", 7, "--epochs", 1))
     assert code == 1 and "expected 7 class folders, as many as the model has" in found["error"]
     assert not (tmp_path / "no").exists()
+
+
+def test_of_a_data_set_the_classes_have_to_be_told(photos):
+    assert classes_of(str(photos), "train") == classes_of(str(photos / "val")) == CLASSES
+    assert classes_of("hfds/beans", given=3) == 3
+    with pytest.raises(UsageError, match=r"hfds/beans: .* expected their number, --num-classes"):
+        classes_of("hfds/beans")
+    with pytest.raises(UsageError, match="num_classes=0"):
+        classes_of(str(photos), given=0)
+    with pytest.raises(UserError, match="no such folder"):
+        classes_of(str(photos / "missing"))
 
 
 def test_imagenet_folders_are_its_classes_where_they_are_to_be(tmp_path, call):

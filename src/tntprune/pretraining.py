@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from tntprune.backbones.base import find_backbone
-from tntprune.errors import UserError
+from tntprune.data import class_folders
+from tntprune.datasets import NEEDS
+from tntprune.errors import UsageError, UserError
 from tntprune.models import ImgSize, random_model
 from tntprune.recipes import Recipe
 from tntprune.reduce import reduce_
+from tntprune.training import check_whole
+
+
+def classes_of(data: str, split: str | None = None, given: int | None = None) -> int:
+    """How many classes a model that learns from such photos gets: as many as there are class folders.
+
+    Args:
+        data: The name of a folder or of a data set; see `datasets.open_photos`.
+        split: Of it.
+        given: The number, if it is given.
+
+    Raises:
+        UsageError: it is out of range, or none is given for a data set.
+        UserError: the folder is missing or empty.
+    """
+    if given is not None:
+        check_whole("num_classes", given, 1)
+        return given
+    if data.partition("/")[0] in NEEDS:
+        raise UsageError(f"{data}: not a folder whose classes could be counted; expected their number, --num-classes")
+    return len(class_folders(Path(data, split or "")))
 
 
 def untrained(name: str, recipe: Recipe, classes: int, device: str = "cpu", img_size: ImgSize = None) -> nn.Module:

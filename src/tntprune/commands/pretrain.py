@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from tntprune.console import Device, ImgSize, Json, Model, Seed, Workers, tell
+from tntprune.console import Device, ImgSize, Json, Model, PhotosOf, Root, Samples, Seed, Split, Workers, tell
 from tntprune.trainflags import ScratchFlags
 
 
 def pretrain(
     model: Model,
-    data: Annotated[Path, tyro.conf.arg(metavar="DIR", help="photos in class folders")],
+    data: PhotosOf,
     out: Annotated[Path, tyro.conf.arg(metavar="RUN", help="where the weights, the log and checkpoints go")],
     num_classes: Annotated[
         int | None, tyro.conf.arg(metavar="INT", help="of the model (as many as class folders)", help_behavior_hint="")
@@ -27,6 +27,10 @@ def pretrain(
             help_behavior_hint="",
         ),
     ] = None,
+    split: Split = None,
+    val_split: Split = None,
+    root: Root = None,
+    samples: Samples = None,
     img_size: ImgSize = None,
     device: Device = "cpu",
     seed: Seed = 0,
@@ -42,19 +46,15 @@ def pretrain(
     """
     import time
 
-    from tntprune.data import class_folders
     from tntprune.jobs import train_folder
-    from tntprune.pretraining import untrained
+    from tntprune.pretraining import classes_of, untrained
     from tntprune.recipes import changed, scratch
     from tntprune.runs import ended
-    from tntprune.training import check_whole
     from tntprune.world import join
 
     recipe = changed(scratch(), {**vars(training), "backbone_lr": vars(training)["lr"], "seed": seed})
-    if num_classes is not None:
-        check_whole("num_classes", num_classes, 1)
     world = join(device)
-    classes = len(class_folders(data)) if num_classes is None else num_classes
+    classes = classes_of(data, split, num_classes)
     built = untrained(model, recipe, classes, world.device(device), img_size)
     begin = time.perf_counter()
     about: dict[str, Any] = {"model": model, "classes": classes}
@@ -62,8 +62,9 @@ def pretrain(
         about["img_size"] = list(img_size)
     over = resume and ended(out) is not None
     found = train_folder(
-        built, data, out, recipe, val=val, workers=workers, resume=resume, save_every=save_every, about=about,
-        backbone=True, tensorboard=tensorboard, world=world,
+        built, data, out, recipe, val=val, split=split, val_split=val_split, root=root, samples=samples,
+        workers=workers, resume=resume, save_every=save_every, about=about, backbone=True, tensorboard=tensorboard,
+        world=world,
     )  # fmt: skip
     if not world.main:
         return 0
