@@ -114,6 +114,17 @@ def test_another_kind_of_file_is_left_as_it_is(ledger, text):
         assert ledger.path.read_bytes() == text
 
 
+@pytest.mark.parametrize(
+    "data", [b"\x88\x02\0\0\0\0\0\0{weights}\0\0", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", b"a diary\n\0\0"]
+)
+def test_a_file_that_is_no_text_is_left_as_it_is(ledger, data):
+    """Weights or a picture given as --out by mistake."""
+    ledger.path.write_bytes(data)
+    with pytest.raises(UserError, match=r"line 1 is not a row"):
+        ledger.prepare()
+    assert ledger.path.read_bytes() == data
+
+
 def test_several_processes_write_at_once(ledger):
     everyone = [processes.Process(target=write_many, args=(ledger.path, number)) for number in range(3)]
     for process in everyone:

@@ -63,8 +63,9 @@ class Ledger:
         """Make the file if it is not there, and cut off what is not a whole line: to be refused before the work begins.
 
         Raises:
-            UserError: it cannot be written, or it ends in something that is no row.
+            UserError: it cannot be written, or something in it is no row.
         """
+        self.rows()  # nothing is cut off what is no file of ours
         with self._open(WRITE) as file:
             self._repair(file)
 
@@ -148,9 +149,10 @@ def _read(file: int) -> bytes:
 
 
 def _torn(line: bytes) -> bool:
-    """Whether a last line is the beginning of a row, or what a power cut leaves of one: zeros."""
-    begins = line[: len(START)] == START[: len(line)]
-    return b"\0" in line or (begins and not line.endswith(b"\n"))
+    """Whether a last line is the beginning of a row, or what a power cut leaves of one: zeros in the place of some."""
+    written = line.partition(b"\0")[0]
+    begins = written[: len(START)] == START[: len(written)]
+    return begins and (written != line or not line.endswith(b"\n"))
 
 
 def _keep_name(folder: Path) -> None:
