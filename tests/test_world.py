@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,12 +14,13 @@ from PIL import Image
 
 from conftest import make, photos_for
 from several import together
-from tntprune import ATS, TNT, DynamicViT, TopK, reduce_
+from tntprune import ATS, TNT, DynamicViT, TopK, reduce_, runs
 from tntprune.batches import TensorSource
 from tntprune.data import labelled_photos
 from tntprune.errors import UsageError, UserError
 from tntprune.evaluate import evaluate
 from tntprune.runs import EMA, Stopped, train_run
+from tntprune.runstate import STATE, save_state
 from tntprune.storage import read_metadata, read_weights
 from tntprune.trainer import Trainer
 from tntprune.training import Training
@@ -85,6 +87,31 @@ def test_two_processes_talk(tmp_path):
     assert (tmp_path / "1").read_text() == "True"
 
 
+def find_nothing_first(world, out):
+    with pytest.raises(UserError, match=r"nothing in .*main"), world.main_first():
+        raise UserError(f"nothing in {'main' if world.main else 'other'}")
+    with world.main_first():  # and they still go on together
+        (out / f"{world.rank}").write_text(str((out / "0").exists()))
+
+
+def test_a_mistake_that_the_first_one_finds_is_told_by_all(tmp_path):
+    together(2, find_nothing_first, tmp_path)
+    assert (tmp_path / "1").read_text() == "True"
+
+
+def lose_the_other(world, out, call):
+    if world.main:
+        with pytest.raises(ConnectionError, match="ended with another process, which says why"):
+            {"sum": lambda: world.sum(torch.ones(1)), "gather": lambda: world.gather(1), "wait": world.wait}[call]()
+        (out / "told").touch()
+
+
+@pytest.mark.parametrize("call", ["sum", "gather", "wait"])
+def test_one_that_is_left_alone_says_so_in_a_line(tmp_path, call):
+    together(2, lose_the_other, tmp_path, call)
+    assert (tmp_path / "told").exists()
+
+
 # Training
 
 
@@ -130,6 +157,24 @@ class Stopping(TensorSource):
 def interrupted(world, out, name):
     with pytest.raises(Stopped):
         trained(world, out, name, source=Stopping(IMAGES, LABELS, 8, 0))
+
+
+def slowly_saved(world, out):
+    """The main process takes its time to save, and the other one must not end meanwhile."""
+
+    def slow(*given):
+        time.sleep(1)
+        save_state(*given)
+
+    runs.save_state = slow
+    source = Stopping(IMAGES, LABELS, 8, 0)
+    with pytest.raises(Stopped):
+        train_run(reduce_(make("plain"), CONFIGS["tnt"]), source, TRAINING, out, world=world, progress=False)
+    assert read_metadata(out / STATE)["step"] == "4"
+
+
+def test_none_ends_before_the_state_is_saved(tmp_path):
+    together(2, slowly_saved, tmp_path / "run")
 
 
 def open_parts(world, out, name, resume):

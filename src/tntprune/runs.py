@@ -154,6 +154,7 @@ class _Run:
                 if world.main and step < total and (stop or ended or step % save_every == 0):
                     save_state(self.out / STATE, trainer, step, self.options, self.notes)
                 if stop:
+                    world.wait()  # torchrun ends the others as soon as one has ended
                     raise Stopped(f"stopped after step {step} of {total}; nothing is lost, continue with --resume")
 
             try:

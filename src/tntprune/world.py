@@ -72,16 +72,28 @@ class World:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """The main process goes through first, and then the others."""
-        if not self.main:
-            self.wait()
-        yield
+        """The main process goes through first, and then the others; a mistake of the user's that it finds is raised in
+        all.
+        """
+        mistake: UserError | None = None
         if self.main:
-            self.wait()
+            try:
+                yield
+            except UserError as error:
+                mistake = error
+        mistake = self.gather(mistake)[0]
+        if mistake is not None:
+            raise mistake
+        if not self.main:
+            yield
 
 
 class Several(World):
-    """One process among several."""
+    """One process among several.
+
+    Raises:
+        ConnectionError: from whatever they do together, when one of them has ended.
+    """
 
     def __init__(self, device: str) -> None:
         try:
@@ -96,16 +108,29 @@ class Several(World):
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.clone()
-        torch.distributed.all_reduce(total)
+        with _others():
+            torch.distributed.all_reduce(total)
         return total
 
     def gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(found, value)
+        with _others():
+            torch.distributed.all_gather_object(found, value)
         return found
 
     def wait(self) -> None:
-        torch.distributed.barrier()
+        with _others():
+            torch.distributed.barrier()
+
+
+@contextmanager
+def _others() -> Iterator[None]:
+    """What the processes do together, which fails in each when one of them has ended; that one says why."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConnectionError(f"ended with another process, which says why ({reason[:200]})") from None
 
 
 ALONE = World()
