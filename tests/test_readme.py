@@ -54,8 +54,12 @@ def test_the_commands_that_need_photos_run_in_order(data, tmp_path, monkeypatch,
     for command in COMMANDS:
         words = [word.replace("PHOTO...", "PHOTO.jpg") for word in shlex.split(command)[1:] if word != "--resume"]
         short = {"train": ["--epochs", "1"], "bench": ["--rounds", "3"], "push": ["--card-only", "--keep", "0.5"]}
-        if words[0] in ("train", "eval", "show", "bench", "export", "push"):
+        short["sweep"] = ["--rounds", "3"]
+        if words[0] in ("train", "eval", "show", "bench", "export", "push", "sweep"):
             assert main([*words, *weights, *short.get(words[0], [])]) == 0, capsys.readouterr().err
+        if words[0] == "report":
+            assert main(words) == 0, capsys.readouterr().err
+    assert (tmp_path / "report.html").exists()
     assert (tmp_path / "small.xml").exists()
     assert Image.open(tmp_path / "sheet.png").width > 1000
 
