@@ -37,7 +37,7 @@ from tntprune.results import Row
 from tntprune.sweep import Job, plan, sweep
 from tntprune.sweep.grid import of_methods, of_reducer
 from tntprune.sweep.jobs import Saved, built, name_of, scheme_of
-from tntprune.world import join
+from tntprune.world import World, join
 
 MODEL, SIZE = "test_vit", (64, 64)
 WORDNET = ImageNetInfo("imagenet-1k").label_names()
@@ -214,6 +214,9 @@ def test_bad_photos_stop_it_or_are_counted(home, run, tmp_path, capsys):
     rows = run(jobs, data=tmp_path / "photos", on_bad_image="skip", together=1)
     assert [(row.images, row.skipped) for row in rows] == [(20, 1)] * 3
     assert capsys.readouterr().err.count(bad.name) == 1
+    again = [str(tmp_path / "again.jsonl") if word == "again.jsonl" else word for word in shlex.split(rows[1].command)]
+    assert main([*again[1:], "--no-speed"]) == 3  # the command of a row skips them too
+    assert Ledger(tmp_path / "again.jsonl").rows()[rows[1].setting.key].right == rows[1].right
 
 
 def test_half_precision_leaves_the_head_in_fp32(home, run):
@@ -466,6 +469,35 @@ def test_two_processes_give_what_one_gives(home, straight, tmp_path):
     assert [one["timed"] for one in told] == [13, 0]  # by one of them, when the other has ended
     assert len(lines(out)) == 26
     assert same(sweep(jobs_of(home), home / "photos", out, **options_of(home)), straight) and len(lines(out)) == 26
+
+
+class Beside(World):
+    """The main process of two, beside a stranger who fills the same file; what happens at each wait is a list."""
+
+    def __init__(self, *happens):
+        super().__init__(0, 2)
+        self.happens = [*happens]
+
+    def gather(self, value):
+        return [value, value]
+
+    def wait(self):
+        if self.happens:
+            self.happens.pop(0)()
+
+
+def test_what_a_stranger_adds_meanwhile_does_not_change_who_does_what(run, tmp_path):
+    """Both processes share out what was missing at the start; else a setting would be nobody's."""
+    jobs = [Job(name, config) for name in (MODEL, "test_vit2") for config in (None, Random(at=2, keep=0.5), ToMe(r=2))]
+    there = run(jobs, out=tmp_path / "there.jsonl")
+    ledger = Ledger(tmp_path / "results.jsonl")
+
+    def add(*rows):
+        return lambda: [ledger.add(row) for row in rows]
+
+    world = Beside(add(there[1], there[3]), add(), add(there[4]))  # the other's share, and one of the stranger's
+    assert same(run(jobs, speed=True, rounds=3, world=world), there)
+    assert [row.setting.key for row in lines(ledger.path)].count(there[5].setting.key) == 2  # counted, and timed
 
 
 # What cannot be measured

@@ -157,7 +157,8 @@ class _Runner:
             if slow and not alone:
                 self.world.wait()
                 if self.world.main:
-                    self.rows |= self.ledger.rows()
+                    now = self.ledger.rows()
+                    self.rows |= {key: now[key] for key in keys}  # of other models: what all processes know
                     for group in _chunks([task for task in backbone.tasks if task.key in slow], self.together):
                         with host.models(group) as models:
                             self._time(host, group, models, bar)
@@ -224,9 +225,16 @@ def _row(task: Task, counted: Counted, skipped: int, device: str, seconds: float
         macs=round(tally.cost / tally.images) if tally.variable else task.macs,
         base_macs=task.base_macs,
         tokens=[float(count) for count in tally.tokens()],
-        command=task.command,
+        command=_again(task.command, skipped, device),
         about={**surroundings(device), "seconds": round(seconds, 3)},
     )
+
+
+def _again(command: str, skipped: int, device: str) -> str:
+    """The command of a setting, with what only measuring tells."""
+    kind = torch.device(device).type
+    words = ["", *(["--on-bad-image skip"] if skipped else []), *([f"--device {kind}"] if kind != "cpu" else [])]
+    return command + " ".join(words)
 
 
 def _timed(row: Row, speed: Speed, device: str, seconds: float, rounds: int) -> Row:
