@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -162,6 +163,31 @@ def test_a_file_that_is_gone_is_told(folder, tmp_path):
     refused(lambda: found[1], "photo 1: cannot be read", kind=BadImage)
     photos = Photos(found, transform_for(SEVEN))
     assert isinstance(photos[1], BadImage) and not isinstance(photos[2], BadImage)
+
+
+@pytest.mark.parametrize("kind", ["hfds", "torch"])
+def test_a_photo_of_no_class_is_told_in_a_line_by_the_processes_that_read(folder, tmp_path, kind):
+    path = folder(PLAIN)
+    spec, root = ("torch/folder", path) if kind == "torch" else (f"{kind}/{path}", tmp_path / "cache")
+    found = open_photos(spec, SEVEN, split="train", root=root)
+    found.numbers = [0, 1, 2, 3, 4, 5]
+    (batch,) = in_order(Photos(found, transform_for(SEVEN)), 14, 1)
+    assert batch.positions.tolist() == list(range(12))
+    line = f"{spec} train photo {{}}: has the label 6; expected a class index from 0 to 5"
+    assert batch.bad == [line.format(12), line.format(13)]
+
+
+@pytest.mark.parametrize("kind", ["hfds", "hfids", "torch", "wds"])
+def test_processes_that_read_may_be_started_anew(folder, shards, tmp_path, kind):
+    """As on macOS, where they get by message what they read from."""
+    path = shards([5]) if kind == "wds" else folder(PLAIN)
+    spec = "torch/folder" if kind == "torch" else f"{kind}/{path}"
+    options = {"wds": {}, "hfids": {"samples": 14}}.get(kind, {"root": path if kind == "torch" else tmp_path / "cache"})
+    photos = Photos(open_photos(spec, SEVEN, split="train", **options), transform_for(SEVEN, AUTHORS))
+    sent = pickle.loads(pickle.dumps(photos))
+    assert len(sent) == len(photos)
+    if kind in ("hfds", "torch"):
+        assert sent[3][1:] == photos[3][1:] and torch.equal(sent[3][0], photos[3][0])
 
 
 def test_torchvisions_own_images(monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, overload
@@ -70,7 +71,8 @@ def open_photos(
         return _shards(opened.reader, title, numbers)
     if remote is not None:
         return Remote(title, opened.reader.num_samples, numbers, remote)
-    return Listed(_from_torch(opened) if kind == "torch" else _from_reader(opened.reader), title, numbers, len(opened))
+    read = partial(_from_torch, opened) if kind == "torch" else partial(_from_reader, opened.reader)
+    return Listed(read, title, numbers, len(opened))
 
 
 def _open(spec: str, kind: str, name: str, split: str, root: Path | None, samples: int | None) -> Any:
@@ -132,7 +134,8 @@ class Listed(Sequence[Photo]):
     """Photos of a data set, read from it when they are asked for; a slice of them is no more than a list of positions.
 
     Args:
-        read: From a position to an image, or its bytes, or its file, and its label.
+        read: From a position to an image, or its bytes, or its file, and its label; it is sent to the processes that
+            read.
         title: For messages.
         numbers: The model's class for each class of the data; None where labels are not asked for.
         count: How many there are.
@@ -163,22 +166,22 @@ class Listed(Sequence[Photo]):
             image, label = self.read(positions)
         except Exception as error:  # files that are gone, and images that a library fails to decode
             raise BadImage(f"{name}: cannot be read ({str(error) or type(error).__name__})") from None
-        number = -1 if self.numbers is None else number_of(label, self.numbers, name)
+        try:
+            number = -1 if self.numbers is None else number_of(label, self.numbers, name)
+        except UserError as error:  # one of no class is left out, or stops everything, as one that cannot be read
+            raise BadImage(str(error)) from None
         return Photo(image, number) if isinstance(image, Path) else Photo(Path(name), number, image)
 
 
-def _from_reader(reader: Any) -> Callable[[int], tuple[Any, Any]]:
-    def read(position: int) -> tuple[Any, Any]:
-        file, label = reader[position]
-        with file:
-            return file.read(), label
-
-    return read
+def _from_reader(reader: Any, position: int) -> tuple[Any, Any]:
+    file, label = reader[position]
+    with file:
+        return file.read(), label
 
 
-def _from_torch(opened: Any) -> Callable[[int], tuple[Any, Any]]:
+def _from_torch(opened: Any, position: int) -> tuple[Any, Any]:
     samples = getattr(opened, "samples", None)  # of its folders, so that it is our reader that opens the files
-    return (lambda i: (Path(samples[i][0]), samples[i][1])) if samples else opened.__getitem__
+    return (Path(samples[position][0]), samples[position][1]) if samples else opened[position]
 
 
 def _shards(reader: Any, title: str, numbers: list[int] | None) -> Shards:
