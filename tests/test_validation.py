@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -110,6 +111,14 @@ def test_the_log_for_tensorboard_holds_the_same_figures(folder, tmp_path):
     losses = {event.step: event.value for event in board.Scalars("loss")}
     assert losses == pytest.approx({line["step"]: line["loss"] for line in lines(out) if "loss" in line})
     assert [event.step for event in board.Scalars("top1")] == [3, 6]
+
+
+def test_without_tensorboard_nothing_is_begun(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match="--tensorboard needs tensorboard; install it with: pip install"):
+        run(folder, tmp_path / "run", tensorboard=True)
+    monkeypatch.undo()
+    run(folder, tmp_path / "run", tensorboard=True)  # and nobody has to say --resume
 
 
 def test_a_training_that_was_stopped_goes_on_to_the_same_best_epoch(folder, tmp_path, monkeypatch):

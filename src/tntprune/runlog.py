@@ -31,6 +31,7 @@ def open_log(out: Path, first: int, tensorboard: bool = False) -> Iterator[tuple
     Raises:
         UserError: it cannot be written, or TensorBoard is not installed.
     """
+    board = _board(out, first) if tensorboard else None  # before there is a log, by which a training is known
     path = out / LOG
     kept: list[str] = []
     try:
@@ -43,7 +44,6 @@ def open_log(out: Path, first: int, tensorboard: bool = False) -> Iterator[tuple
         raise UserError(
             f"{path}: cannot be written ({error.strerror}); expected a folder that can be written"
         ) from None
-    board = _board(out, first) if tensorboard else None
 
     def add(line: Line) -> None:
         data = (json.dumps(line) + "\n").encode()
