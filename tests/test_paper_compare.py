@@ -9,6 +9,7 @@ import pytest
 
 from tntprune.config import to_dict
 from tntprune.paper.compare import Measured, agreements, kendall, total
+from tntprune.paper.figures import figures
 from tntprune.paper.page import About, slots, text
 from tntprune.paper.plan import make_plan
 from tntprune.paper.run import join
@@ -120,6 +121,21 @@ def test_tables(same):
     assert [line[0] for line in own.rows] == ["Top-K", "Zero-TPrune", "ToMe", "TNT"]
     assert own.best[-1] == [3, 8] and own.rows[-1][-1] == "0.00" and own.rows[-1][6] == "DeiT-S"
     assert not reversals(agreements(rows)).rows
+
+
+def test_what_is_not_there_or_has_no_rival_is_not_the_best():
+    _, rows = measured(as_printed, make_plan([SMALL], ["single", "tome", "tnt"]))
+    table = main_single(rows, SMALL)
+    best = {line[0]: marks for line, marks in zip(table.rows, table.best)}
+    assert best == {"ToMe": [], "TNT": [1, 2, 3, 4, 5, 6]}  # and not 7 and 8, where ToMe has nothing
+    _, rows = measured(as_printed, make_plan([SMALL], ["single", "tome"]))
+    assert main_single(rows, SMALL).best == [[]]
+
+
+def test_figures_without_a_row_of_the_paper():
+    plan = make_plan(["vit_tiny_patch16_224"], ["single", "tnt-relative"])
+    _, rows = measured(lambda entry: 70 - entry.rank, plan)
+    assert [name for name, _ in figures(rows)] == ["figure-single.png"]
 
 
 def test_the_page_has_a_slot_for_everything(same):

@@ -10,14 +10,15 @@ import pytest
 import paper_models  # noqa: F401 - registers them
 from tntprune import UserError
 from tntprune.cli import main
-from tntprune.config import EViT, ToMe
+from tntprune.config import EViT, ToMe, options
 from tntprune.paper import cost, published
 from tntprune.paper.ablation import ablation
 from tntprune.paper.authors import ranking
 from tntprune.paper.cost import Task, count, estimate, seconds
-from tntprune.paper.names import BACKBONES, METHODS
+from tntprune.paper.names import BACKBONES, LEARNERS, METHODS
 from tntprune.paper.plan import COLUMNS, make_plan
 from tntprune.paper.substitute import substitute
+from tntprune.paper.trainings import recipe
 
 
 @pytest.fixture
@@ -85,6 +86,21 @@ def test_only():
     assert not plan.all and [one.backbone for one in plan.maps] == list(BACKBONES[:1])
     assert plan.trainings == [(BACKBONES[0], "tnt")] and plan.models == list(BACKBONES[:1])
     assert not make_plan(only=["random"]).trainings
+
+
+def test_backbones_of_which_nothing_is_asked_are_not_run():
+    plan = make_plan(only=["ablation"])
+    assert plan.models == list(BACKBONES[:1]) and len(plan.entries) == 1
+    assert "vit16" not in make_plan(only=["evit"]).models  # it has no CLS token, and no public weights
+
+
+def test_each_training_is_of_what_its_rows_run():
+    """Each recipe of TNT's learns its own way, whichever training the paper's authors gave it."""
+    for kind in ("published", "short"):
+        for name, config in LEARNERS.items():
+            learned = [key for key, entry in options(type(config)).items() if entry.metadata["learned"]]
+            trained = recipe(name, kind).config
+            assert [getattr(trained, key) for key in learned] == [getattr(config, key) for key in learned]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ def _drawn(measured: Sequence[Measured], scheme: str) -> list[tuple[str, list[Ro
         rows = [row for backbone in part for row in _own_rows(measured, backbone, scheme)]
         found.append((f"figure-{scheme}{number}.png", rows))
         theirs = list(dict.fromkeys(name for b in part for name in _beside(measured, b, scheme)))[:COLUMNS]
-        found.append((f"figure-{scheme}{number}-paper.png", [r for name in theirs for r in _their_rows(name, scheme)]))
+        if printed := [row for name in theirs for row in _their_rows(name, scheme)]:
+            found.append((f"figure-{scheme}{number}-paper.png", printed))
     return found
 
 

@@ -20,7 +20,6 @@ from tntprune.report.page import paragraphs
 from tntprune.report.tables import Table, markdown
 
 TITLE = "The paper, beside what its authors reported"
-COLUMNS = 3  # backbones in one figure
 REGIMES = {"high": "high-token regime", "low": "low-token regime"}
 TEMPLATE = "page.md"
 NOTHING = "Not asked for."

@@ -159,8 +159,8 @@ def make_plan(backbones: Sequence[str] = BACKBONES, only: Sequence[str] = ()) ->
     drawn = tuple(one for plan in plans for one in plan.maps if "maps" in parts and one.training in methods)
     if not drawn and all(entry.config is None for entry in (*entries, *rows)):
         raise UsageError(f"--only {' '.join(only)}: the paper has nothing of that for {', '.join(backbones)}")
-    if {"single", "multi", "ablation"}.isdisjoint(parts):
-        entries = []  # token maps compare with nothing
+    compared = {entry.backbone for entry in (*entries, *rows) if entry.config is not None}
+    entries = [entry for entry in entries if entry.backbone in compared]
     left_out = tuple(one for plan in plans for one in plan.left_out if one[1] in methods)
     return Plan(tuple(entries), tuple(rows), tuple(_bases([*entries, *rows])), drawn, left_out)
 

@@ -37,7 +37,6 @@ def main_single(measured: Sequence[Measured], backbone: str) -> Table | None:
     header = ["method", *(f"{who}, {unit} = {rate}" for rate in rates for who in ("ours", "paper"))]
     found = {(one.entry.method, one.entry.parameter): one for one in rows}
     cells: list[list[str]] = []
-    best: list[list[int]] = []
     for method in METHODS:
         own = [found.get((method, rate)) for rate in rates]
         if not any(own):
@@ -48,17 +47,14 @@ def main_single(measured: Sequence[Measured], backbone: str) -> Table | None:
         beside = f" (paper: {', '.join(SHORT[one] for one in rows_of)})" if rows_of else ""
         cells.append([METHODS[method] + beside, *(_points(value) for pair in pairs for value in pair)])
     step = 1 if backbone in MODELS.values() else 2  # a substitute's rows of the paper are of several backbones
-    best += [[n for n in range(1, len(header), step) if _smallest(cells, n) == _value(line[n])] for line in cells]
-    return Table(header, cells, best)
+    least = {n: _smallest(cells, n) for n in range(1, len(header), step)}
+    return Table(header, cells, [[n for n, value in least.items() if line[n] == value] for line in cells])
 
 
-def _smallest(cells: Sequence[Sequence[str]], column: int) -> float | None:
-    values = [value for line in cells if (value := _value(line[column])) is not None]
-    return min(values) if values else None
-
-
-def _value(cell: str) -> float | None:
-    return None if cell == NOTHING else float(cell.replace("−", "-"))  # noqa: RUF001 - a minus sign
+def _smallest(cells: Sequence[Sequence[str]], column: int) -> str | None:
+    """The cell of the smallest drop; None where there are no two to compare."""
+    values = [line[column] for line in cells if line[column] != NOTHING]
+    return min(values, key=lambda cell: float(cell.replace("−", "-"))) if len(values) > 1 else None  # noqa: RUF001
 
 
 def side_by_side(measured: Iterable[Measured]) -> Table:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tntprune.config import TNT
 from tntprune.paper.cost import Task
 from tntprune.paper.names import LEARNERS
 from tntprune.paper.plan import Plan
@@ -30,7 +32,10 @@ def recipe(name: str, kind: RecipeName, seed: int = 0, parts: int | None = None)
     """
     from tntprune import recipes
 
-    found = (recipes.published if kind == "published" else recipes.short)(LEARNERS[name])
+    config = LEARNERS[name]
+    found = (recipes.published if kind == "published" else recipes.short)(config)
+    if isinstance(config, TNT):
+        found = replace(found, config=config)  # the authors' training, but of our scorer too
     return recipes.changed(found, {"seed": seed, "parts": parts})
 
 
