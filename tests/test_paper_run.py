@@ -89,9 +89,27 @@ def test_trainings_that_are_there_are_used(place, done, capsys):
     assert main([
         "paper", "--backbones", "paper_tiny", "--weights", f"paper_tiny={place / 'w.safetensors'}",
         "--data", str(place / "photos"), "--out", str(out), "--trainings", str(done / "trainings"), "--limit", "3",
-        "--only", "ablation", "--workers", "0", "--no-speed",
+        "--only", "ablation", "--workers", "0", "--no-speed", "--recipe", "short",
     ]) == 0  # fmt: skip
     assert not (out / "trainings").exists() and (out / "paper.md").exists()
+
+
+def test_maps_alone_leave_a_page_and_no_report(place, done, capsys):
+    out = place / "maps"
+    given = ("--only", "maps", "tnt", "--trainings", str(done / "trainings"))
+    assert run(place, out, *given, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told["files"]) == {"paper.md"} and {path.name for path in out.iterdir()} == {
+        "paper.md", "maps-paper_tiny-tnt.png",
+    }  # fmt: skip
+    page = (out / "paper.md").read_text()
+    assert "](maps-paper_tiny-tnt.png)" in page and "Hardware: ." not in page
+
+
+def test_trainings_of_another_recipe_are_not_taken_for_it(place, done, capsys):
+    assert run(place, done, *CHOSEN, "--recipe", "published") == 2
+    told = capsys.readouterr().err
+    assert "paper_tiny-evit: trained with the short recipe, given --recipe published; expected" in told
 
 
 def test_what_is_missing_is_told_before_anything_is_done(place, tmp_path, capsys):

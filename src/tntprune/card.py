@@ -65,7 +65,7 @@ def model_card(
 
 def shareable(made_by: str) -> str:
     """The note of a saved file without paths of the machine that it was made on: of each, the last part stays."""
-    note = _parsed(made_by)
+    note = parsed(made_by)
     return made_by if note is None else json.dumps(_without_paths(note))
 
 
@@ -78,7 +78,8 @@ def _without_paths(value: Any) -> Any:
     return value
 
 
-def _parsed(made_by: str) -> dict[str, Any] | None:
+def parsed(made_by: str) -> dict[str, Any] | None:
+    """The note of a saved file as JSON values; None where it is mere text."""
     try:
         note = json.loads(made_by)
     except ValueError:
@@ -136,7 +137,7 @@ def _told(value: Any) -> Any:
 
 
 def _history(made_by: str) -> str:
-    note = _parsed(made_by)
+    note = parsed(made_by)
     if note is None:
         return made_by.strip() or "No training is recorded."
     training = note.pop("training", None)

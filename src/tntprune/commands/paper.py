@@ -62,7 +62,9 @@ def paper(
     ] = (),
     limit: Annotated[
         int | None,
-        tyro.conf.arg(metavar="INT", help="photos to evaluate, spread over the classes", help_behavior_hint=""),
+        tyro.conf.arg(
+            metavar="INT", help="photos to evaluate, chosen at random and always the same", help_behavior_hint=""
+        ),
     ] = None,
     dry_run: Annotated[bool, tyro.conf.arg(help="print the plan, its MACs and an estimate of the time")] = False,
     speed: Annotated[bool, tyro.conf.arg(help="leave out images/s and memory")] = True,
@@ -124,7 +126,8 @@ def paper(
     )  # fmt: skip
     measured = run(plan, options, world)
     if world.main:
-        told, text = summary(plan, measured, {name: str(out / name) for name in (RESULTS, PAGE, REPORT)})
+        written = {name: str(out / name) for name in (RESULTS, PAGE, REPORT) if (out / name).exists()}
+        told, text = summary(plan, measured, written)
         tell(json, told, text)
     return 3 if any(one.row.skipped for one in measured) else 0
 

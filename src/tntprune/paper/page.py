@@ -219,7 +219,8 @@ def _made(measured: Sequence[Measured], about: About) -> str:
         )
     for name in ("hardware", "versions", "date"):
         told = dict.fromkeys(str(one.row.about.get(name, "not recorded")) for one in measured)
-        lines.append(f"{name.capitalize()}: {'; '.join(told)}.")
+        if told:
+            lines.append(f"{name.capitalize()}: {'; '.join(told)}.")
     busy = [one.row.busy for one in measured if one.row.busy is not None]
     if busy:
         lines.append(f"While speed was measured, other programs used at most {max(busy):.1f} processors.")

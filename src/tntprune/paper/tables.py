@@ -153,13 +153,13 @@ def _order(top1: dict[str, float]) -> str:
     return told
 
 
-def reversals(found: Sequence[Agreement], clear: bool = True) -> Table:
-    """The pairs of methods that ours and the authors' figures put in opposite orders."""
+def reversals(found: Sequence[Agreement]) -> Table:
+    """The pairs of methods that ours and the authors' figures put in opposite orders, by more than chance allows."""
     header = ["rate", "ahead in the paper", "behind in the paper", "paper's points", "our points", f"{SURE} errors"]
     rows = []
     for one in sorted(found, key=lambda a: (*_place((a.backbone, a.against, a.scheme, a.regime)), a.rank)):
         for pair in one.pairs:
-            if pair.clear == clear:
+            if pair.clear:
                 where = f"{SHORT[one.against]}, {SCHEMES[one.scheme]}, {rate(one)}"
                 figures = [signed(pair.theirs), signed(pair.ours), f"{SURE * pair.error:.2f}"]
                 rows.append([where, METHODS[pair.better], METHODS[pair.worse], *figures])

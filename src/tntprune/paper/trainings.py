@@ -66,7 +66,7 @@ def train(
     world: World = ALONE,
     workers: int | None = None,
     progress: bool = True,
-) -> dict[tuple[str, str], Path]:
+) -> None:
     """Train what a plan needs and what is not there yet; a training that was interrupted goes on.
 
     Args:
@@ -82,11 +82,9 @@ def train(
         workers: Processes that read photos.
         progress: Show bars.
 
-    Returns:
-        The folder of each training, by model and name.
-
     Raises:
-        UserError: photos are needed and none are given, or a training fails.
+        UsageError: photos are needed and none are given, or what is there was trained with another recipe.
+        UserError: a training fails.
     """
     from tqdm import tqdm
 
@@ -99,6 +97,13 @@ def train(
     found = {(model, name): folder(trainings, model, name) for model, name in plan.trainings}
     missing = {key: out for key, out in found.items() if not (out / FILE).is_file()}
     begun = {key for key, out in missing.items() if (out / LOG).is_file()}
+    for out in found.values():
+        before = None if out in missing.values() else recipe_of(out)
+        if before not in (None, kind):
+            raise UsageError(
+                f"{out}: trained with the {before} recipe, given --recipe {kind}; expected --recipe {before}, or other "
+                "--out or --trainings"
+            )
     missing, begun = world.gather((missing, begun))[0]  # as the main process found it, before any began
     if missing and data is None:
         which = ", ".join(out.name for out in missing.values())
@@ -114,7 +119,15 @@ def train(
             reduced, data, out, chosen, world=world, workers=workers, resume=(model, name) in begun, about=about,
             progress=progress,
         )  # fmt: skip
-    return found
+
+
+def recipe_of(out: Path) -> str | None:
+    """The recipe that an ended training was given; None where its file does not say."""
+    from tntprune.card import parsed
+    from tntprune.checkpoint import FILE, made_by
+
+    note = parsed(made_by(out / FILE)[0]) or {}
+    return note.get("recipe")
 
 
 def spent(plan: Plan, trainings: Path) -> dict[str, float]:
