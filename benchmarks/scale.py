@@ -36,7 +36,7 @@ SIZE = ["--img-size", str(SIDE), str(SIDE)]
 RECIPE = ["--at", "2", "--preset", "published", "--recipe", "paper", "--epochs", str(EPOCHS)]
 RECIPE += ["--batch-size", str(BATCH), "--parts", str(PARTS), "--save-every", "4"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-GROWTH = 50.0  # MiB, what four times as many photos may cost the largest process of a kind
+GROWTH = 10.0  # MiB, what four times as many photos may cost the largest process of a kind
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc gives the memory of freed batches back at once
 
 
@@ -88,8 +88,7 @@ def watch(pid: int, processes: int, peaks: dict[int, tuple[int, float]], ended: 
         ranks = [pid] if processes == 1 else children(pid)
         for level, family in enumerate([ranks, [child for rank in ranks for child in children(rank)]]):
             for one in family:
-                if (peak := memory(one)) is not None:
-                    peaks[one] = level, peak
+                peaks[one] = level, max(memory(one), peaks.get(one, (level, 0.0))[1])
 
 
 def children(pid: int) -> list[int]:
@@ -99,14 +98,13 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def memory(pid: int) -> float | None:
-    """The largest that a process has been, in MiB."""
+def memory(pid: int) -> float:
+    """What a process holds now, in MiB, but for the pages of libraries, of which it has more or fewer at random."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
-        return None
-    found = next((line for line in lines if line.startswith("VmHWM")), None)
-    return int(found.split()[1]) / 1024 if found else None
+        return 0.0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) / 1024
 
 
 def log(out: Path) -> list[dict[str, Any]]:
@@ -198,9 +196,9 @@ torchrun --nproc-per-node 2 -m tntprune eval {MODEL} --data DIR --reducer RUN
 Seconds include starting Python; one process reads for each. Evaluating {judged[0].printed["images"]:,} photos took
 {judged[0].seconds:.0f} s with one process and {judged[1].seconds:.0f} s with two.
 
-MiB are each process's own peak, most of which are Python, torch and timm; a process holds the list of the photos, about
-half a kB for each, and no photo but those of a few batches; {(MANY - FEW) * CLASSES:,} more of them would be
-{held:.0f} MiB. The same command's peak differs by some 50 MiB from one time to the next. It was measured with
+MiB are the most that each process held, ten times a second, without the pages of libraries that are mapped from files;
+most of it is Python, torch and timm. A process holds the list of the photos, about half a kB for each, and no photo but
+those of a few batches; {(MANY - FEW) * CLASSES:,} more of them would be {held:.0f} MiB. It was measured with
 {given}: left alone, glibc keeps up to 300 MiB of freed batches for later, now more and now less,
 with few photos and with many.
 
