@@ -23,6 +23,7 @@ from tntprune.paper.figures import map_file
 from tntprune.paper.plan import make_plan
 from tntprune.paper.run import RESULTS, Options, run
 from tntprune.paper.trainings import spent
+from tntprune.precision import Precision
 from tntprune.storage import make_folder, write
 
 MODEL = "vit_tiny_patch16_224"
@@ -31,7 +32,14 @@ PHOTOS = ("chelsea", "coffee", "rocket")
 PICTURES = "paper/"  # below docs
 
 
-def main(data: Path, out: Path, docs: Path = Path("docs"), speed: bool = True, workers: int = 2) -> None:
+def main(
+    data: Path,
+    out: Path,
+    docs: Path = Path("docs"),
+    speed: bool = True,
+    workers: int = 2,
+    precision: Precision = "bf16",
+) -> None:
     """Everything.
 
     Args:
@@ -40,6 +48,7 @@ def main(data: Path, out: Path, docs: Path = Path("docs"), speed: bool = True, w
         docs: Where the page goes.
         speed: Measure speed as well; turn it off while the machine is busy.
         workers: Processes that read photos.
+        precision: Of the forward passes; rows of another one are other rows.
     """
     photos = [out / "photos" / f"{name}.png" for name in PHOTOS]
     make_folder(out / "photos")
@@ -53,6 +62,7 @@ def main(data: Path, out: Path, docs: Path = Path("docs"), speed: bool = True, w
         weights={MODEL: data / f"{MODEL}.safetensors"},
         photos=tuple(photos),
         speed=speed,
+        precision=precision,
         workers=workers,
     )
     options = replace(options, command=command(options))
@@ -77,7 +87,8 @@ def command(options: Options) -> str:
     weights = next(iter((options.weights or {}).values()))
     words = [
         "tntprune", "paper", "--backbones", MODEL, "--weights", str(weights), "--data", str(options.data),
-        "--train-data", str(options.train_data), "--recipe", options.recipe, "--workers", str(options.workers),
+        "--train-data", str(options.train_data), "--recipe", options.recipe, "--precision", options.precision,
+        "--workers", str(options.workers),
         "--out", str(options.out),
     ]  # fmt: skip
     return shlex.join(words if options.speed else [*words, "--no-speed"])

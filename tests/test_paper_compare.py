@@ -10,7 +10,7 @@ import pytest
 from tntprune.config import to_dict
 from tntprune.paper.compare import Measured, agreements, kendall, total
 from tntprune.paper.figures import figures
-from tntprune.paper.page import About, slots, text
+from tntprune.paper.page import About, sections, slots, text
 from tntprune.paper.plan import make_plan
 from tntprune.paper.run import join
 from tntprune.paper.tables import main_single, orders, reversals, side_by_side
@@ -121,6 +121,7 @@ def test_tables(same):
     assert [line[0] for line in own.rows] == ["Top-K", "Zero-TPrune", "ToMe", "TNT"]
     assert own.best[-1] == [3, 8] and own.rows[-1][-1] == "0.00" and own.rows[-1][6] == "DeiT-S"
     assert not reversals(agreements(rows)).rows
+    assert sections(same[0], rows)[-1][1].endswith("<p>Pairs in opposite orders for sure: None.</p>")
 
 
 def test_what_is_not_there_or_has_no_rival_is_not_the_best():

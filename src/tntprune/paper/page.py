@@ -111,7 +111,8 @@ def lead(plan: Plan, measured: Sequence[Measured]) -> str:
     if strangers:
         told += (
             f" The paper has no {strangers[0]}: the whole plan is made for it, and each setting stands beside the "
-            "paper's row of the nearest backbone, DeiT-T, or DeiT-S for what the paper did not run on DeiT-T."
+            "paper's row of the nearest backbone, DeiT-T, or DeiT-S for what the paper did not run on DeiT-T; its "
+            "ablation is of DeiT-B."
         )
     left = [f"{METHODS[method]} on {backbone}, because {reason}" for backbone, method, reason in plan.left_out]
     return told + (f" Left out: {'; '.join(left)}." if left else "")
@@ -174,7 +175,9 @@ def sections(plan: Plan, measured: Sequence[Measured]) -> list[tuple[str, str]]:
             start = paragraphs([DROPS if group is main else CAPTION])
             found.append((heading, start + "".join(f"<h3>{name}</h3>\n{table.html()}" for name, table in group)))
     if order:
-        pairs = f"<p>Pairs in opposite orders for sure:</p>{tables.reversals(order).html()}"
+        opposite = tables.reversals(order)
+        pairs = f"<p>Pairs in opposite orders for sure:{'' if opposite.rows else ' None.'}</p>"
+        pairs += opposite.html() if opposite.rows else ""
         found.append(("The order of methods, ours and the paper's", tables.rankings(order).html() + pairs))
     return found
 
