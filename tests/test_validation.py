@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ from PIL import Image
 from conftest import make
 from tntprune import TNT, load_, reduce_
 from tntprune.data import Photos, input_mode, labelled_photos, transform_for
-from tntprune.errors import UserError
+from tntprune.errors import UsageError, UserError
 from tntprune.evaluate import evaluate
 from tntprune.jobs import train_folder
 from tntprune.recipes import Recipe
@@ -141,6 +142,18 @@ def test_a_training_that_was_stopped_goes_on_to_the_same_best_epoch(folder, tmp_
         assert all(torch.equal(x, y) for x, y in zip(a.reduction.parameters(), b.reduction.parameters(), strict=True))
     a, b = ([{**line, "seconds": 0} for line in lines(tmp_path / name)] for name in ("whole", "stopped"))
     assert a == b
+
+
+def test_a_training_goes_on_only_with_the_same_photos(folder, tmp_path):
+    twin = tmp_path / "photos"
+    shutil.copytree(folder, twin / "train")
+    shutil.copytree(folder, twin / "other")
+    run(twin, tmp_path / "run", val=False, split="train")
+    with pytest.raises(UsageError, match="was started with split=train, not other; expected the same options"):
+        run(twin, tmp_path / "run", val=False, split="other", resume=True)
+    run(folder, tmp_path / "validated")
+    with pytest.raises(UsageError, match=f"was started with val={folder}, not None"):
+        run(folder, tmp_path / "validated", val=False, resume=True)
 
 
 def test_photos_are_seen_as_by_eval(folder):

@@ -82,8 +82,11 @@ def train_folder(
         photos = None if val is None else open_photos(val, model, split=val_split, root=root)
     validate = None if photos is None else Validation(model, photos, workers=workers, world=world)
     told: dict[str, Any] = {
-        "data": str(Path(data).resolve()) if Path(data).exists() else str(data),
+        "data": _told(data),
+        "split": split,
         "photos": len(source.photos),
+        "val": None if val is None else _told(val),  # or the best epoch would be chosen among different figures
+        "val_split": val_split,
         "augmentation": asdict(recipe.augmentation),
     }
     path = train_run(
@@ -91,3 +94,7 @@ def train_folder(
         validate=validate, backbone=backbone, tensorboard=tensorboard, world=world, progress=progress,
     )  # fmt: skip
     return Trained(path, len(source.photos), training.epochs * source.per_epoch)
+
+
+def _told(data: str | Path) -> str:
+    return str(Path(data).resolve()) if Path(data).exists() else str(data)
