@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -47,6 +47,7 @@ ImgSize = Annotated[
     tuple[int, int] | None,
     tyro.conf.arg(metavar="H W", help="of the images, if not the model's own size", help_behavior_hint=""),
 ]
+OnBadImage = Annotated[Literal["error", "skip"], tyro.conf.arg(help="stop at one, or count it and exit with 3")]
 Seed = Annotated[int, tyro.conf.arg(metavar="INT", help="of everything random")]
 Workers = Annotated[
     int | None,

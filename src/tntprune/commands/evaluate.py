@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -14,6 +14,7 @@ from tntprune.console import (
     Json,
     MethodName,
     Model,
+    OnBadImage,
     PhotosOf,
     Reducer,
     Root,
@@ -44,9 +45,7 @@ def evaluate(
     samples: Samples = None,
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
     workers: Workers = None,
-    on_bad_image: Annotated[
-        Literal["error", "skip"], tyro.conf.arg(help="stop at one, or count it and exit with 3")
-    ] = "error",
+    on_bad_image: OnBadImage = "error",
     compare: Annotated[
         bool, tyro.conf.arg(help="also give the unpruned model's figures, batch by batch in turns")
     ] = False,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from tntprune.console import Device, Json, Seed, Workers, tell
+from tntprune.console import Device, Json, OnBadImage, Seed, Workers, tell
 
 
 def paper(
@@ -73,9 +73,7 @@ def paper(
     ] = "fp32",
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
     together: Annotated[int, tyro.conf.arg(metavar="INT", help="settings for which photos are read once")] = 8,
-    on_bad_image: Annotated[
-        Literal["error", "skip"], tyro.conf.arg(help="stop at one, or count it and exit with 3")
-    ] = "error",
+    on_bad_image: OnBadImage = "error",
     parts: Annotated[
         int | None,
         tyro.conf.arg(

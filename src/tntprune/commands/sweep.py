@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from tntprune.bench.names import DType
-from tntprune.console import Device, ImgSize, Json, Workers, tell
+from tntprune.console import Device, ImgSize, Json, OnBadImage, Workers, tell
 from tntprune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ def sweep(
         int | None,
         tyro.conf.arg(metavar="INT", help="photos, chosen at random and always the same", help_behavior_hint=""),
     ] = None,
-    on_bad_image: Annotated[
-        Literal["error", "skip"], tyro.conf.arg(help="stop at one, or count it and exit with 3")
-    ] = "error",
+    on_bad_image: OnBadImage = "error",
     dry_run: Annotated[bool, tyro.conf.arg(help="show the settings, their MACs and what is there, and end")] = False,
     json: Json = False,
 ) -> int:
