@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -230,6 +231,27 @@ def test_photos_that_are_augmented_by_a_worker_resume(tmp_path):
         run(tmp_path / "run", signalled(8, source=source(0)), resume=True)
     run(tmp_path / "run", source(1), resume=True)
     assert_same(tmp_path / "run", tmp_path / "straight")
+
+
+def test_sigterm_that_ends_the_processes_that_read_too_loses_nothing(tmp_path):
+    """It comes to all of a job at once: what the step needs is there, and its state is saved."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for number in range(12):
+        Image.new("RGB", (40, 40), (number, 0, 0)).save(folder / f"{number}.png")
+    source = photo_source(make("plain"), folder, Recipe(CONFIG, TRAINING), False, 2)
+
+    def end():
+        readers = multiprocessing.active_children()
+        assert len(readers) == 2
+        subprocess.run(["kill", *(str(reader.pid) for reader in readers)], check=True)  # from elsewhere, as it comes
+        for reader in readers:
+            os.waitid(os.P_PID, reader.pid, os.WEXITED | os.WNOWAIT)
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Stopped, match="stopped after step 5 of 12; nothing is lost"):
+        run(tmp_path / "run", Acting(source, 5, end))
+    assert read_metadata(tmp_path / "run" / STATE)["step"] == "5"
 
 
 # Killed

@@ -12,7 +12,6 @@ from tntprune.errors import UsageError, UserError
 from tntprune.loading import WHOLE as WHOLE
 from tntprune.loading import Keys, StreamKeys, chosen, load
 from tntprune.loading import Share as Share
-from tntprune.loading import ignore_interrupts as ignore_interrupts
 from tntprune.mixing import Mixer, check_even
 from tntprune.streams import Stream
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from functools import lru_cache
@@ -153,11 +154,14 @@ def load(photos: Photos, sampler: Any, workers: int, pin: bool = False) -> DataL
         pin: Put batches where a CUDA device fetches them from without waiting.
     """
     return DataLoader(
-        photos, batch_sampler=sampler, num_workers=workers, collate_fn=collate, worker_init_fn=ignore_interrupts,
+        photos, batch_sampler=sampler, num_workers=workers, collate_fn=collate, worker_init_fn=leave_signals,
         pin_memory=pin, generator=torch.Generator(),  # its own, so that the seed it draws is taken from no one
     )  # fmt: skip
 
 
-def ignore_interrupts(worker: int) -> None:
-    """For the processes that read: Ctrl-C is for the training to handle."""
+def leave_signals(worker: int) -> None:
+    """For the processes that read: Ctrl-C is for the training to handle, and so is SIGTERM, which ends them as if they
+    had done their work; otherwise torch raises an error in the midst of what the training does, such as saving.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
