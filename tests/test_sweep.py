@@ -163,6 +163,19 @@ def test_how_they_are_grouped_and_read_does_not_matter(home, run, straight, opti
     assert same(run(jobs_of(home), **options), straight)
 
 
+def test_a_model_has_the_classes_of_its_weights(home, run, tmp_path):
+    """Folders of any names, as many as the weights have classes: a model that was trained on one's own photos."""
+    weights = tmp_path / "own.safetensors"
+    save_file(timm.create_model(MODEL, img_size=SIZE, num_classes=3).state_dict(), weights)
+    for number, photo in enumerate(sorted((home / "photos").glob("*/*.png"))[:6]):
+        (tmp_path / "own" / f"class{number % 3}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "own" / f"class{number % 3}" / photo.name).write_bytes(photo.read_bytes())
+    row = run([Job(MODEL, None)], data=tmp_path / "own", weights={MODEL: weights})[0]
+    model = load_model(MODEL, weights, img_size=SIZE)
+    expected, _ = evaluate(model, labelled_photos(tmp_path / "own", model), batch_size=8, workers=0, progress=False)
+    assert (row.top1, row.top5, row.macs) == (expected.top1, 100, expected.macs)
+
+
 def test_a_setting_named_twice_is_measured_once_and_given_twice(run, tmp_path):
     once, twice = (
         Job(MODEL, Random(at=2, keep=0.5)),
@@ -190,7 +203,7 @@ def test_what_decides_the_result_decides_the_key(home, tmp_path):
         return plan([job or Job(MODEL, Random(at=2))], data, **given).tasks[-1].key
 
     other = tmp_path / "other.safetensors"
-    other.write_bytes(b"weights")
+    save_file({"one": torch.zeros(1)}, other)
     moved = tmp_path / "moved"
     moved.symlink_to(home / "photos")
     keys = [

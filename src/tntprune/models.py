@@ -33,20 +33,25 @@ def check_name(name: str) -> None:
     raise UsageError(f"unknown model {name!r}; expected a timm model, vit16 or digits_vit: {hint}")
 
 
-def shape_of(name: str, img_size: ImgSize = None) -> nn.Module:
+def shape_of(name: str, img_size: ImgSize = None, weights: Path | None = None) -> nn.Module:
     """A model without weights, on the meta device: for counting, not for running.
+
+    Args:
+        name: See `load_model`.
+        img_size: See `load_model`.
+        weights: A file of weights whose classes it has.
 
     Raises:
         UsageError: no model has that name, or it takes no images of that size.
+        UserError: the file cannot be read.
     """
     check_name(name)
+    classes = None if weights is None else _classes_in(read_weights(weights))
     with torch.device("meta"):
-        return _build(name, img_size)
+        return _build(name, img_size, classes)
 
 
-def random_model(
-    name: str, device: str = "cpu", img_size: ImgSize = None, num_classes: int | None = None
-) -> nn.Module:
+def random_model(name: str, device: str = "cpu", img_size: ImgSize = None, num_classes: int | None = None) -> nn.Module:
     """A model with random weights, in eval mode: for timing, or to be trained. `torch.manual_seed` decides which.
 
     Raises:

@@ -119,7 +119,8 @@ def _check(plan: Plan, options: Options) -> None:
     for photo in options.photos:
         if not photo.is_file():
             raise UserError(f"{photo}: no such photo; expected one for the token maps")
-    Listing(options.data, shape_of(plan.models[0]), options.limit)
+    first = plan.models[0]
+    Listing(options.data, shape_of(first, weights=weights.get(first)), options.limit)
 
 
 def _measure(plan: Plan, options: Options, trainings: Path, world: World, progress: bool) -> list[Measured]:

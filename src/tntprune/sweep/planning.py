@@ -109,7 +109,7 @@ def plan(
     img_size: ImgSize = None,
     random_weights: bool = False,
 ) -> Plan:
-    """Work out what to measure. Runs nothing and needs no weights of the models beyond their hash.
+    """Work out what to measure. Runs nothing; of weights it wants their hash, and how many classes they have.
 
     Args: as `sweep` has them.
 
@@ -121,7 +121,7 @@ def plan(
         raise UserError("no setting was given; expected at least one")
     files = {name: file for name, file in (weights or {}).items() if file is not None}
     names = list(dict.fromkeys(job.model for job in jobs))
-    shapes = {name: shape_of(name, img_size) for name in names}
+    shapes = {name: shape_of(name, img_size, None if random_weights else files.get(name)) for name in names}
     listing = Listing(data, shapes[names[0]], limit)
     backbones, makers = {}, {}
     for name in names:
