@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,18 @@ from torch import nn
 from tntprune.batches import Source
 from tntprune.checkpoint import FILE, WEIGHTS, save, save_weights
 from tntprune.config import to_dict
-from tntprune.errors import UsageError, UserError
+from tntprune.errors import UserError
 from tntprune.interrupts import interrupts
 from tntprune.reduce import reduction_of
-from tntprune.runlog import LOG, open_log
+from tntprune.runfolder import LOCK, alone, find_start, remove, unfinished
+from tntprune.runlog import open_log
 from tntprune.runstate import STATE, load_state, save_state
-from tntprune.storage import make_folder, read_metadata
+from tntprune.storage import make_folder
 from tntprune.train import fit
 from tntprune.trainer import Trainer
 from tntprune.training import Training, check_whole
 from tntprune.world import ALONE, World
 
-LOCK = ".lock"
 BEST, EMA = "best", "ema"  # folders: the best of the epochs that were validated, and the moving average
 Validate = Callable[[], dict[str, float]]
 
@@ -87,7 +87,7 @@ def train_run(
     if not backbone:
         told["reduction"] = to_dict(reduction_of(model).config)
     options: dict[str, Any] = json.loads(json.dumps(told))
-    first, before = world.agree(lambda: _find_start(out, resume, options))
+    first, before = world.agree(lambda: find_start(out, resume, options))
     if training.parts is None:
         training = replace(training, parts=before.get("training", {}).get("parts"))
     training = training.among(world.size)
@@ -97,15 +97,15 @@ def train_run(
         def prepare() -> None:
             if first is not None:
                 make_folder(out)
-                stack.enter_context(_alone(out))
-                _remove(_unfinished(out))
+                stack.enter_context(alone(out))
+                remove(unfinished(out))
 
         world.agree(prepare)
         if first is not None:
             run = _Run(model, source, training, out, options, world, validate, backbone)
             run.train(first, save_every, tensorboard, progress)
         if world.main:
-            _remove([out / STATE, out / LOCK, *_unfinished(out)])
+            remove([out / STATE, out / LOCK, *unfinished(out)])
         world.wait()
     return out / (WEIGHTS if backbone else FILE)
 
@@ -200,95 +200,3 @@ class _Run:
 def _no_log() -> Iterator[tuple[Callable[[dict[str, Any]], None], float]]:
     """Of a process that does not write."""
     yield lambda line: None, 0.0
-
-
-def _find_start(out: Path, resume: bool, options: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
-    """The steps that are done, None if all are; and the options that it was begun with.
-
-    Raises:
-        UsageError: see `train_run`.
-    """
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"{out}: a file; expected a folder")
-    finished, state = ended(out), (out / STATE).exists()
-    if not resume:
-        if finished or state or (out / LOG).exists():
-            raise UsageError(f"{out}: holds a training already; expected another --out, or --resume to continue it")
-        return 0, {}
-    if finished:
-        before = json.loads(read_metadata(finished).get("made_by") or "{}")
-        _check_same(out, before, options)
-        return None, before
-    if not state:
-        if (out / LOG).exists():  # it was interrupted before its first checkpoint
-            return 0, {}
-        raise UsageError(f"{out}: no training to continue; start one without --resume")
-    about = read_metadata(out / STATE)
-    before = json.loads(about.get("options", "{}"))
-    _check_same(out, before, options)
-    return int(about["step"]), before
-
-
-def ended(out: Path) -> Path | None:
-    """What an ended training has left in its folder: the reduction, or the model where that alone was trained."""
-    if (out / FILE).exists():
-        return out / FILE
-    alone = (out / WEIGHTS).exists() and read_metadata(out / WEIGHTS).get("made_by")
-    return out / WEIGHTS if alone else None
-
-
-def _check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    if now["training"]["parts"] is None:  # what was chosen at the start holds
-        now = {**now, "training": {**now["training"], "parts": before.get("training", {}).get("parts")}}
-    changed = _differences(before, now)
-    if changed:
-        raise UsageError(f"{out}: was started with {changed[0]}; expected the same options to continue it")
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> list[str]:
-    found = []
-    for key in sorted(set(before) | set(now)):
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found += _differences(old, new, f"{path}{key}.")
-        elif old != new:
-            found.append(f"{path}{key}={old}, not {new}")
-    return found
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """No other process trains in the folder at the same time.
-
-    Raises:
-        UserError: one does.
-    """
-    try:
-        import fcntl
-    except ImportError:  # not a system with such locks
-        yield
-        return
-    try:
-        file = open(out / LOCK, "w")  # noqa: SIM115 - the lock goes with it
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror}); expected a folder that can be written") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{out}: another process trains here; wait for it, or give another --out") from None
-        try:
-            yield
-        finally:
-            (out / LOCK).unlink(missing_ok=True)
-
-
-def _unfinished(out: Path) -> list[Path]:
-    """What a training that was killed has left half written."""
-    return [path for name in (FILE, WEIGHTS, STATE, LOG) for path in out.glob(f"**/.{name}.*.tmp")]
-
-
-def _remove(paths: list[Path]) -> None:
-    for path in paths:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)

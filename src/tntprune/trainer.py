@@ -19,11 +19,10 @@ from tntprune.batches import Pair, Share
 from tntprune.droppath import Depth
 from tntprune.errors import UsageError, UserError
 from tntprune.gradients import together
+from tntprune.precision import DTYPES, unfused
 from tntprune.reduce import base_of, device_of, reduction_of
 from tntprune.training import Training
 from tntprune.world import ALONE, World
-
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
@@ -76,7 +75,7 @@ class Trainer:
         self.narrow = (  # whether all that matters of the last block are its prefix tokens
             layout.cls and layout.pool == "token" and layout.opens and not self.method.penalises
         )
-        self.half = HALVES.get(self.training.amp)
+        self.half = DTYPES.get(self.training.amp)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.half == torch.float16)
         fused = [module for module in model.modules() if getattr(module, "fused_attn", False)]
         self.slow = fused if self.half == torch.bfloat16 and self.device.type == "cpu" else []
@@ -214,18 +213,6 @@ class Trainer:
         finally:
             for name, parameter in self.learned.items():
                 parameter.data.copy_(kept[name])
-
-
-@contextmanager
-def unfused(modules: list[Any]) -> Iterator[None]:
-    """Attention without the fused kernel, whose backward pass in bfloat16 on a CPU is more than twice as slow."""
-    for module in modules:
-        module.fused_attn = False
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.fused_attn = True
 
 
 def learned_parameters(model: nn.Module, tunes: bool) -> Iterator[tuple[str, nn.Parameter]]:

@@ -49,7 +49,7 @@ def pretrain(
     from tntprune.jobs import train_folder
     from tntprune.pretraining import classes_of, untrained
     from tntprune.recipes import changed, scratch
-    from tntprune.runs import ended
+    from tntprune.runfolder import ended
     from tntprune.world import join
 
     recipe = changed(scratch(), {**vars(training), "backbone_lr": vars(training)["lr"], "seed": seed})

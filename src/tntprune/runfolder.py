@@ -1,0 +1,110 @@
+"""The folder that a training lives in: where it was left, whether it may go on, and that it is alone there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tntprune.checkpoint import FILE, WEIGHTS
+from tntprune.errors import UsageError, UserError
+from tntprune.runlog import LOG
+from tntprune.runstate import STATE
+from tntprune.storage import read_metadata
+
+LOCK = ".lock"
+
+
+def find_start(out: Path, resume: bool, options: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
+    """The steps that are done, None if all are; and the options that it was begun with.
+
+    Raises:
+        UsageError: see `runs.train_run`.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out}: a file; expected a folder")
+    finished, state = ended(out), (out / STATE).exists()
+    if not resume:
+        if finished or state or (out / LOG).exists():
+            raise UsageError(f"{out}: holds a training already; expected another --out, or --resume to continue it")
+        return 0, {}
+    if finished:
+        before = json.loads(read_metadata(finished).get("made_by") or "{}")
+        _check_same(out, before, options)
+        return None, before
+    if not state:
+        if (out / LOG).exists():  # it was interrupted before its first checkpoint
+            return 0, {}
+        raise UsageError(f"{out}: no training to continue; start one without --resume")
+    about = read_metadata(out / STATE)
+    before = json.loads(about.get("options", "{}"))
+    _check_same(out, before, options)
+    return int(about["step"]), before
+
+
+def ended(out: Path) -> Path | None:
+    """What an ended training has left in its folder: the reduction, or the model where that alone was trained."""
+    if (out / FILE).exists():
+        return out / FILE
+    alone = (out / WEIGHTS).exists() and read_metadata(out / WEIGHTS).get("made_by")
+    return out / WEIGHTS if alone else None
+
+
+def _check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    if now["training"]["parts"] is None:  # what was chosen at the start holds
+        now = {**now, "training": {**now["training"], "parts": before.get("training", {}).get("parts")}}
+    changed = _differences(before, now)
+    if changed:
+        raise UsageError(f"{out}: was started with {changed[0]}; expected the same options to continue it")
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> list[str]:
+    found = []
+    for key in sorted(set(before) | set(now)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += _differences(old, new, f"{path}{key}.")
+        elif old != new:
+            found.append(f"{path}{key}={old}, not {new}")
+    return found
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """No other process trains in the folder at the same time.
+
+    Raises:
+        UserError: one does.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not a system with such locks
+        yield
+        return
+    try:
+        file = open(out / LOCK, "w")  # noqa: SIM115 - the lock goes with it
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}); expected a folder that can be written") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{out}: another process trains here; wait for it, or give another --out") from None
+        try:
+            yield
+        finally:
+            (out / LOCK).unlink(missing_ok=True)
+
+
+def unfinished(out: Path) -> list[Path]:
+    """What a training that was killed has left half written."""
+    return [path for name in (FILE, WEIGHTS, STATE, LOG) for path in out.glob(f"**/.{name}.*.tmp")]
+
+
+def remove(paths: list[Path]) -> None:
+    """Remove files as far as that is possible."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
