@@ -118,6 +118,13 @@ def test_the_command_writes_page_and_figures(tmp_path, capsys):
     assert "<figcaption>my maps</figcaption>" in page and ">0.10<" in page
 
 
+def test_a_speed_is_not_lost_to_the_same_row_without_one(tmp_path):
+    files = [write_rows(tmp_path / f"{speed}.jsonl", sweep(speed=speed)) for speed in (50.0, None)]
+    for order in (files, files[::-1]):
+        assert main(["report", *map(str, order), "--out", str(tmp_path / "r.html")]) == 0
+        assert "Speed is that of the forward pass" in (tmp_path / "r.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("lines", "options", "code", "words"),
     [

@@ -56,8 +56,13 @@ def report(
         raise UsageError("no results given; expected one or more files that tntprune sweep wrote")
     if bool(photos) != bool(model and reducer):
         raise UsageError("token maps need --photos, --model and --reducer; expected all of them, or none")
-    rows = [row for path in results for row in _rows(path)]
-    rows = list({row.setting.key: row for row in rows}.values())
+    found: dict[str, Row] = {}
+    for path in results:
+        for row in _rows(path):
+            known = found.get(row.setting.key)
+            if known is None or row.images_per_s is not None or known.images_per_s is None:
+                found[row.setting.key] = row  # the last one, but none without a speed after one that has it
+    rows = list(found.values())
     drawn = [(path.stem.replace("_", " ").replace("-", " "), _bytes(path)) for path in maps]
     if model and reducer:
         drawn.append(_maps(model, weights, reducer, photos, device))
