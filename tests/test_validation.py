@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from conftest import make
-from tntprune import TNT, load_, reduce_
+from tntprune import TNT, AViT, load_, reduce_
 from tntprune.data import Photos, input_mode, labelled_photos, transform_for
 from tntprune.errors import UsageError, UserError
 from tntprune.evaluate import evaluate
@@ -86,6 +86,14 @@ def test_the_model_is_validated_without_noise_and_goes_on_in_training_mode(folde
         assert reduction_of(model).training and not model.blocks[0].training and found == validate()
     figures, _ = evaluate(model, labelled_photos(folder, model), workers=0, progress=False)
     assert found == {"top1": figures.top1, "top5": figures.top5}
+
+
+def test_each_photo_is_seen_once_by_methods_whose_cost_differs_too(folder):
+    model = reduce_(make("plain"), AViT(gate_center=6.0))
+    seen = []
+    model.patch_embed.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    Validation(model, labelled_photos(folder, model), batch_size=5, workers=0)()
+    assert seen == [5, 5, 2]
 
 
 def test_a_photo_that_cannot_be_read_is_named(folder, tmp_path):

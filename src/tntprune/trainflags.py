@@ -10,7 +10,7 @@ import tyro
 FLAGS: dict[str, tuple[Any, str, str, str]] = {  # type, what stands for a value, what it is, the default as it is told
     "epochs": (int, "INT", "passes over the photos", "5"),
     "batch_size": (int, "INT", "photos a step, over all processes", "16"),
-    "parts": (int, "INT", "that a batch is worked through in; the result is the same", "one a process"),
+    "parts": (int, "INT", "of a batch, worked through one by one or by several processes", "one a process"),
     "lr": (float, "FLOAT", "peak learning rate", "0.01"),
     "backbone_lr": (float, "FLOAT", "of the model itself; 0 keeps it frozen", "0"),
     "freeze_epochs": (int, "INT", "epochs before --backbone-lr begins", "0"),

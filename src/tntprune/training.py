@@ -34,7 +34,8 @@ class Training:
         epochs: Passes over the data.
         batch_size: Images a step, over all processes.
         parts: Equal parts that a step's batch is worked through in, one after another or by several processes at the
-            same time; the result is the same. None: as many as there are processes. More parts need less memory.
+            same time, with the same result. None: as many as there are processes. More parts need less memory; what is
+            drawn or averaged for each part, such as the share in mixup, makes them another training.
         lr: Peak learning rate of what the method learns.
         backbone_lr: Peak learning rate of the model itself; 0 keeps it frozen.
         freeze_epochs: Epochs for which the model is kept frozen all the same.

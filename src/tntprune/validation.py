@@ -46,6 +46,7 @@ class Validation:
             UserError: a photo cannot be read.
         """
         tally, device = Tally(self.model), device_of(self.model)
+        tally.variable = False  # nobody asks what each image costs, which takes another pass
         modes = {module: module.training for module in self.model.modules()}
         reduction_of(self.model).eval()
         try:
