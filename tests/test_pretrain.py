@@ -177,8 +177,10 @@ def test_classes_are_the_folders_unless_it_is_said_otherwise(photos, tmp_path, c
 
 
 def test_of_a_data_set_the_classes_have_to_be_told(photos):
-    assert classes_of(str(photos), "train") == classes_of(str(photos / "val")) == CLASSES
-    assert classes_of("hfds/beans", given=3) == 3
+    names = sorted(path.name for path in (photos / "val").iterdir())
+    assert classes_of(str(photos), "train") == classes_of(str(photos / "val")) == (CLASSES, names)
+    assert classes_of(str(photos / "val"), given=CLASSES) == (CLASSES, names)
+    assert classes_of(str(photos / "val"), given=9) == (9, []) and classes_of("hfds/beans", given=3) == (3, [])
     with pytest.raises(UsageError, match=r"hfds/beans: .* expected their number, --num-classes"):
         classes_of("hfds/beans")
     with pytest.raises(UsageError, match="num_classes=0"):

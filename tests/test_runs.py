@@ -58,6 +58,9 @@ class Acting:
     def __init__(self, source, step, act):
         self.source, self.step, self.act, self.per_epoch = source, step, act, source.per_epoch
 
+    def check(self, share):
+        self.source.check(share)
+
     def batches(self, first, last, share=WHOLE):
         for step, batch in enumerate(self.source.batches(first, last, share), first + 1):
             if step == self.step:

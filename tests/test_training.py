@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tntprune import ATS, TNT, AViT, DynamicViT, EViT, Random, UsageError
 from tntprune.augment import AUTHORS, LIGHT
-from tntprune.recipes import Recipe, changed, published, short
+from tntprune.recipes import Recipe, changed, published, scratch, short
 from tntprune.training import MAX_PARTS, MAX_SEED, Training
 
 
@@ -79,6 +79,12 @@ def test_the_rates_go_with_the_batch_where_the_code_has_it_so():
     assert changed(published(TNT()), {"batch_size": 512, "lr": 0.1}).training.lr == 0.1
     assert changed(published(DynamicViT()), {"batch_size": 128}).training.lr == published(DynamicViT()).training.lr
     assert changed(published(EViT()), {"batch_size": 512}).training.backbone_lr == pytest.approx(2e-5)
+
+
+def test_no_rate_ends_above_the_peak_of_a_small_batch():
+    training = changed(scratch(), {"batch_size": 8}).training
+    assert training.lr == pytest.approx(5e-4 * 8 / 512) and training.min_lr == training.lr
+    assert changed(scratch(), {"batch_size": 8, "min_lr": 1e-3}).training.min_lr == 1e-3
 
 
 def test_options_of_the_images_are_changed_too():

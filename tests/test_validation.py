@@ -15,6 +15,7 @@ from PIL import Image
 
 from conftest import make
 from tntprune import TNT, AViT, load_, reduce_
+from tntprune.augment import Augmentation
 from tntprune.data import Photos, input_mode, labelled_photos, transform_for
 from tntprune.errors import UsageError, UserError
 from tntprune.evaluate import evaluate
@@ -171,3 +172,42 @@ def test_photos_are_seen_as_by_eval(folder):
     seen = torch.cat([batch.images for batch in loader])
     reader = Photos(photos, transform_for(model), input_mode(model))
     assert torch.equal(seen, torch.stack([reader[number][0] for number in range(12)]))
+
+
+# What is told
+
+
+def test_the_best_epoch_is_told(folder, tmp_path, capsys):
+    model = reduce_(make("plain"), RECIPE.config)
+    found = train_folder(model, folder, tmp_path / "run", RECIPE, val=folder, workers=0)
+    validated = [line for line in lines(tmp_path / "run") if "top1" in line]
+    best = max(line["top1"] for line in validated)
+    assert found.best is not None and found.best["top1"] == best and found.batch_size == 4
+    assert found.best["epoch"] == next(line["epoch"] for line in validated if line["top1"] == best)
+    assert f"top-1 {best:.2f}" in str(found) and str(tmp_path / "run" / BEST) in str(found)
+    told = capsys.readouterr().err
+    for line in validated:
+        assert f"epoch {line['epoch']}: top-1 {line['top1']:.2f}, top-5 {line['top5']:.2f}, top-1 of the" in told
+    again = train_folder(model, folder, tmp_path / "run", RECIPE, val=folder, workers=0, resume=True, progress=False)
+    assert again == found and found.seconds == lines(tmp_path / "run")[-1]["seconds"]
+
+
+def test_a_batch_larger_than_the_photos_is_told_as_it_was(folder, tmp_path):
+    recipe = replace(RECIPE, training=Training(epochs=1, batch_size=64, amp="none"))
+    _, found = run(folder, tmp_path / "run", recipe, val=False)
+    assert (found.batch_size, found.steps, found.best) == (12, 1, None)
+    assert str(found).startswith("trained 1 steps of 12 out of 12 photos in ")
+
+
+def test_a_batch_that_cannot_be_used_leaves_no_folder(folder, tmp_path):
+    recipe = replace(RECIPE, augmentation=Augmentation(mixup=0.8), training=Training(batch_size=5, amp="none"))
+    with pytest.raises(UsageError, match="expected an even number"):
+        run(folder, tmp_path / "run", recipe, val=False, tensorboard=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_training_that_did_no_step_can_be_begun_either_way(folder, tmp_path, resume):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.jsonl").touch()
+    assert run(folder, tmp_path / "run", val=False, resume=resume)[1].steps == 9

@@ -23,6 +23,9 @@ class Source(Protocol):
 
     per_epoch: int
 
+    def check(self, share: Share) -> None:
+        """Refuse what cannot be worked through in such parts, before anything is begun."""
+
     def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
         """The images (B, C, H, W) and labels of the steps from `first` up to `last`.
 
@@ -70,8 +73,11 @@ class TensorSource:
         self.images, self.labels, self.batch, self.seed, self.mixer = images, labels, batch, seed, mixer
         self.per_epoch = max(1, len(images) // batch)
 
-    def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
+    def check(self, share: Share) -> None:
         check_share(len(self.images), self.batch, share, self.mixer)
+
+    def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
+        self.check(share)
         for step in range(first, last):
             _, whole, _ = chosen(len(self.images), self.batch, self.seed, step)
             for part in share.mine:
@@ -109,8 +115,11 @@ class PhotoSource:
         self.repeats, self.mixer, self.pin = repeats, mixer, pin
         self.per_epoch = max(1, len(photos) // batch)
 
-    def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
+    def check(self, share: Share) -> None:
         check_share(len(self.photos), self.batch, share, self.mixer)
+
+    def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
+        self.check(share)
         steps = (self.batch, self.seed, first, last, share, self.repeats)
         found = self.photos.photos
         sampler = StreamKeys(found, *steps) if isinstance(found, Stream) else Keys(len(found), *steps)
@@ -139,11 +148,14 @@ class LoaderSource:
         if self.per_epoch == 0:
             raise UserError("the loader is empty; expected at least one batch")
 
-    def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
+    def check(self, share: Share) -> None:
         if share.parts > 1:
             raise UsageError(
                 f"parts={share.parts} of the batches of a loader; expected a folder or a tensor, or smaller batches"
             )
+
+    def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
+        self.check(share)
         step = 0
         while step < last:
             before = step

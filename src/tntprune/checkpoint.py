@@ -11,6 +11,7 @@ from torch import nn
 
 import tntprune
 from tntprune.backbones.base import find_backbone
+from tntprune.classnames import packed_names
 from tntprune.config import Combination, Config, from_dict, options, to_dict
 from tntprune.errors import UsageError, UserError
 from tntprune.fingerprint import identity
@@ -72,7 +73,7 @@ def save(
 
 
 def save_weights(model: nn.Module, folder: str | Path, made_by: str = "") -> Path:
-    """Save the weights of a model itself, under their own names, and nothing of its reduction.
+    """Save the weights of a model itself, under their own names, with those of its classes; nothing of its reduction.
 
     Args:
         model: Reduced or not.
@@ -88,7 +89,8 @@ def save_weights(model: nn.Module, folder: str | Path, made_by: str = "") -> Pat
     path = Path(folder) / WEIGHTS
     make_folder(path.parent)
     own = {name: value.detach().cpu().contiguous() for name, value in base_of(model).state_dict().items()}
-    write(path, packed(own, metadata={"tntprune": tntprune.__version__, "made_by": made_by}))
+    about = {"tntprune": tntprune.__version__, "made_by": made_by, **packed_names(model)}
+    write(path, packed(own, metadata=about))
     return path
 
 

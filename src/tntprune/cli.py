@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(given or ["--help"])
     except UserError as error:
+        if error.told:
+            return error.exit_code
         message = " ".join(str(error).split())
         if "--json" in given:
             print(json.dumps({"error": message}), file=sys.stderr)

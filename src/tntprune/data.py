@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from tntprune.augment import Augmentation
+from tntprune.classnames import class_names
 from tntprune.errors import UsageError, UserError
 from tntprune.images import BadImage, find_images
 from tntprune.photo import Photo as Photo
@@ -71,11 +72,20 @@ def class_index(
     classes = model.num_classes
     if not classes:
         raise UserError(f"{type(model).__name__} has no classes to tell apart; expected a model with a classifier")
+    own = class_names(model)
+    if own and set(names) <= set(own):
+        return {name: own.index(name) for name in names}
     subset = infer_imagenet_subset(model)
     known = {name: i for i, name in enumerate(ImageNetInfo(subset).label_names())} if subset else {}
     unknown = [name for name in names if name not in known]
     if not unknown:
         return {name: known[name] for name in names}
+    if own and set(names) & set(own):
+        strange = sorted(set(names) - set(own))
+        raise UserError(
+            f"{place}: {len(strange)} of {len(names)} {what} are no class of the model, {strange[0]!r} for one; "
+            f"expected some of those that it was trained on, such as {own[0]!r}"
+        )
     if len(names) == classes and len(unknown) == len(names):
         return {name: i for i, name in enumerate(names)}
     kind = "class folders" if what == "folders" else what

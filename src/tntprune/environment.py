@@ -21,7 +21,7 @@ def surroundings(device: torch.device | str = "cpu") -> dict[str, str]:
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        hardware = f"{processor()}, {torch.get_num_threads()} threads"
+        hardware = f"{processor()}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
     versions = ", ".join(f"{name} {version(name)}" for name in ("tntprune", "torch", "timm"))
     versions += f", Python {platform.python_version()}"
     return {"hardware": hardware, "versions": versions, "date": date.today().isoformat()}

@@ -7,6 +7,7 @@ class UserError(ValueError):
     """Something given cannot be used: a file, a model, a set of weights. Exit code 1."""
 
     exit_code = 1
+    told = False  # whether another process tells the user
 
 
 class UsageError(UserError):

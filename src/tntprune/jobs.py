@@ -12,7 +12,8 @@ from tntprune.data import default_workers
 from tntprune.datasets import open_photos
 from tntprune.recipes import Recipe
 from tntprune.reduce import device_of
-from tntprune.runs import train_run
+from tntprune.runlog import read_log
+from tntprune.runs import BEST, said, train_run
 from tntprune.train import needs_labels, photo_source
 from tntprune.training import check_whole
 from tntprune.validation import Validation
@@ -20,11 +21,30 @@ from tntprune.world import ALONE, World
 
 
 class Trained(NamedTuple):
-    """What a training left: the saved reduction, and how many photos and steps that took."""
+    """A training that has ended.
+
+    Args:
+        path: What it left, as it was after the last step.
+        photos: That it learned from.
+        batch_size: Photos a step.
+        steps: In all.
+        seconds: In all, over all the times that it was resumed.
+        best: The epoch whose figures on the photos to validate on were the best, with those figures; None without such.
+    """
 
     path: Path
     photos: int
+    batch_size: int
     steps: int
+    seconds: float
+    best: dict[str, float] | None
+
+    def __str__(self) -> str:
+        told = f"trained {self.steps} steps of {self.batch_size} out of {self.photos} photos in {self.seconds:.0f} s: "
+        if self.best is not None:
+            epoch, figures = int(self.best["epoch"]), {n: v for n, v in self.best.items() if n.startswith("top")}
+            return f"{told}{self.path}\nthe best epoch was {epoch}, {said(figures)}: {self.path.parent / BEST}"
+        return told + str(self.path)
 
 
 def train_folder(
@@ -93,7 +113,14 @@ def train_folder(
         model, source, training, out, resume=resume, save_every=save_every, about={**(about or {}), **told},
         validate=validate, backbone=backbone, tensorboard=tensorboard, world=world, progress=progress,
     )  # fmt: skip
-    return Trained(path, len(source.photos), training.epochs * source.per_epoch)
+    lines = read_log(out)
+    validated = [line for line in lines if "top1" in line]
+    best = max(validated, key=lambda line: line["top1"], default=None)  # the first of equals
+    return Trained(
+        path, len(source.photos), min(training.batch_size, len(source.photos)), training.epochs * source.per_epoch,
+        float(lines[-1]["seconds"]) if lines else 0.0,
+        best and {name: value for name, value in best.items() if name not in ("step", "seconds")},
+    )  # fmt: skip
 
 
 def _told(data: str | Path) -> str:

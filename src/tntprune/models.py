@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tntprune.backbones.vit16 import vit16
+from tntprune.classnames import name_classes, saved_names
 from tntprune.errors import UsageError, UserError
 from tntprune.storage import read_weights
 
@@ -48,7 +49,9 @@ def shape_of(name: str, img_size: ImgSize = None, weights: Path | None = None) -
     check_name(name)
     classes = None if weights is None else _classes_in(read_weights(weights))
     with torch.device("meta"):
-        return _build(name, img_size, classes)
+        model = _build(name, img_size, classes)
+    _name(model, weights)
+    return model
 
 
 def random_model(name: str, device: str = "cpu", img_size: ImgSize = None, num_classes: int | None = None) -> nn.Module:
@@ -82,6 +85,7 @@ def load_model(name: str, weights: Path | None = None, device: str = "cpu", img_
         tensors = read_weights(weights)
         model = _build(name, img_size, _classes_in(tensors))
         _fill(model, tensors, weights, name)
+        _name(model, weights)
     elif name == "vit16":
         raise UserError("vit16: its authors released no weights; expected --weights FILE")
     elif name == "digits_vit":
@@ -156,6 +160,13 @@ def _classes_in(tensors: dict[str, torch.Tensor]) -> int | None:
     """How many classes the head in a file of weights tells apart; None where it has no such head."""
     head = tensors.get("head.weight")
     return len(head) if head is not None and head.ndim == 2 else None
+
+
+def _name(model: nn.Module, weights: Path | None) -> None:
+    """Let a model know the names of its classes, where its weights keep them."""
+    names = [] if weights is None else saved_names(weights)
+    if names:
+        name_classes(model, names)
 
 
 def _is_timm(name: str) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from tntprune.backbones.base import find_backbone
+from tntprune.classnames import name_classes
 from tntprune.data import class_folders
 from tntprune.datasets import NEEDS
 from tntprune.errors import UsageError, UserError
@@ -17,13 +19,16 @@ from tntprune.reduce import reduce_
 from tntprune.training import check_whole
 
 
-def classes_of(data: str, split: str | None = None, given: int | None = None) -> int:
-    """How many classes a model that learns from such photos gets: as many as there are class folders.
+def classes_of(data: str, split: str | None = None, given: int | None = None) -> tuple[int, list[str]]:
+    """How many classes a model that learns from such photos gets, and their names: those of the class folders.
 
     Args:
         data: The name of a folder or of a data set; see `datasets.open_photos`.
         split: Of it.
         given: The number, if it is given.
+
+    Returns:
+        The number; and the names, none where another number was given.
 
     Raises:
         UsageError: it is out of range, or none is given for a data set.
@@ -31,13 +36,22 @@ def classes_of(data: str, split: str | None = None, given: int | None = None) ->
     """
     if given is not None:
         check_whole("num_classes", given, 1)
-        return given
     if data.partition("/")[0] in NEEDS:
+        if given is not None:
+            return given, []
         raise UsageError(f"{data}: not a folder whose classes could be counted; expected their number, --num-classes")
-    return len(class_folders(Path(data, split or "")))
+    names = class_folders(Path(data, split or ""))
+    return (len(names), names) if given in (None, len(names)) else (given, [])
 
 
-def untrained(name: str, recipe: Recipe, classes: int, device: str = "cpu", img_size: ImgSize = None) -> nn.Module:
+def untrained(
+    name: str,
+    recipe: Recipe,
+    classes: int,
+    device: str = "cpu",
+    img_size: ImgSize = None,
+    names: Sequence[str] = (),
+) -> nn.Module:
     """A model with random weights, the same ones for the same seed, under the recipe's reduction that removes nothing.
 
     Args:
@@ -46,6 +60,7 @@ def untrained(name: str, recipe: Recipe, classes: int, device: str = "cpu", img_
         classes: That it tells apart.
         device: Where to put it.
         img_size: Rows and columns of pixels, if not the model's own.
+        names: Of the classes, to be kept with the weights.
 
     Raises:
         UsageError: no model has that name, it takes no images of that size, or there is no such device.
@@ -59,4 +74,6 @@ def untrained(name: str, recipe: Recipe, classes: int, device: str = "cpu", img_
             f"{name}: its distillation head learns from a teacher, and there is none; expected a model without one, "
             f"such as {name.replace('_distilled', '')}"
         )
+    if names:
+        name_classes(model, names)
     return reduce_(model, recipe.config)

@@ -116,7 +116,9 @@ def changed(recipe: Recipe, options: dict[str, Any]) -> Recipe:
     if recipe.scales and "batch_size" in given:
         ratio = given["batch_size"] / training.batch_size
         rates = {name: getattr(training, name) * ratio for name in ("lr", "backbone_lr")}
-        given = {**rates, **given}
+        ends = {name: getattr(training, name) for name in ("warmup_lr", "min_lr")}
+        peak = given.get("lr", rates["lr"])
+        given = {**rates, **{name: min(end, peak) for name, end in ends.items() if end is not None}, **given}
     own = set(Training.__dataclass_fields__)
     training = replace(training, **{name: value for name, value in given.items() if name in own})
     images = replace(recipe.augmentation, **{name: value for name, value in given.items() if name not in own})

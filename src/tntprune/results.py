@@ -98,6 +98,14 @@ class Row:
         """Percent."""
         return 100 * self.agreeing / self.images
 
+    @property
+    def timed_on(self) -> str | None:
+        """The hardware that speed was measured on, which may be another than that of the rest; None if it was not."""
+        if self.images_per_s is None:
+            return None
+        found: str | None = self.about.get("speed", self.about).get("hardware")
+        return found
+
     def to_json(self) -> str:
         """One line, with the setting's key first and the percentages for those who read it as it is."""
         shown = {"top1": round(self.top1, 3), "top5": round(self.top5, 3), "agreement": round(self.agreement, 3)}

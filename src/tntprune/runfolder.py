@@ -27,7 +27,7 @@ def find_start(out: Path, resume: bool, options: dict[str, Any]) -> tuple[int | 
         raise UsageError(f"{out}: a file; expected a folder")
     finished, state = ended(out), (out / STATE).exists()
     if not resume:
-        if finished or state or (out / LOG).exists():
+        if finished or state or _begun(out):
             raise UsageError(f"{out}: holds a training already; expected another --out, or --resume to continue it")
         return 0, {}
     if finished:
@@ -42,6 +42,11 @@ def find_start(out: Path, resume: bool, options: dict[str, Any]) -> tuple[int | 
     before = json.loads(about.get("options", "{}"))
     _check_same(out, before, options)
     return int(about["step"]), before
+
+
+def _begun(out: Path) -> bool:
+    """Whether a training has done a step there."""
+    return (out / LOG).exists() and (out / LOG).stat().st_size > 0
 
 
 def ended(out: Path) -> Path | None:

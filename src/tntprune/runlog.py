@@ -17,6 +17,13 @@ LOG, BOARD = "log.jsonl", "tensorboard"
 Line = dict[str, Any]
 
 
+def read_log(out: Path) -> list[Line]:
+    """The lines of a training's log; half a line, from a machine that lost power, is left out."""
+    path = out / LOG
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if _step(line)]
+
+
 @contextmanager
 def open_log(out: Path, first: int, tensorboard: bool = False) -> Iterator[tuple[Callable[[Line], None], float]]:
     """What writes a line to the log, and the seconds that are in it; steps after the last checkpoint go from it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from tqdm import tqdm
 
 from tntprune.batches import Source
 from tntprune.checkpoint import FILE, WEIGHTS, save, save_weights
@@ -92,18 +94,21 @@ def train_run(
         training = replace(training, parts=before.get("training", {}).get("parts"))
     training = training.among(world.size)
     options["training"]["parts"] = training.parts
+    run = None
+    if first is not None:  # what is wrong is told before a folder is made
+        run = _Run(model, source, training, out, options, world, validate, backbone)
+        source.check(run.trainer.share)
     with ExitStack() as stack:
 
         def prepare() -> None:
-            if first is not None:
+            if run is not None:
                 make_folder(out)
                 stack.enter_context(alone(out))
                 remove(unfinished(out))
 
         world.agree(prepare)
-        if first is not None:
-            run = _Run(model, source, training, out, options, world, validate, backbone)
-            run.train(first, save_every, tensorboard, progress)
+        if run is not None:
+            run.train(first or 0, save_every, tensorboard, progress)
         if world.main:
             remove([out / STATE, out / LOCK, *unfinished(out)])
         world.wait()
@@ -149,7 +154,10 @@ class _Run:
                 log({"step": step, "epoch": epoch, "loss": loss, "lr": self.rate, "seconds": now()})
                 ended = self.validate is not None and step % self.source.per_epoch == 0
                 if ended:
-                    log({"step": step, "epoch": epoch, **self.judge(epoch), "seconds": now()})
+                    found = self.judge(epoch)
+                    log({"step": step, "epoch": epoch, **found, "seconds": now()})
+                    if progress and world.main:
+                        tqdm.write(f"epoch {epoch}: {said(found)}", file=sys.stderr)
                 stop = world.any(bool(interrupted)) and step < total
                 if world.main and step < total and (stop or ended or step % save_every == 0):
                     save_state(self.out / STATE, trainer, step, self.options, self.notes)
@@ -194,6 +202,12 @@ class _Run:
             save_weights(self.model, folder, made_by)
         else:
             save(self.model, folder, made_by, weights=self.training.backbone_lr > 0)
+
+
+def said(figures: dict[str, float]) -> str:
+    """What a validation found, for a person."""
+    names = {"top1": "top-1", "top5": "top-5", "ema_top1": "top-1 of the average", "ema_top5": "its top-5"}
+    return ", ".join(f"{names.get(name, name)} {value:.2f}" for name, value in figures.items())
 
 
 @contextmanager

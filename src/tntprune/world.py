@@ -64,6 +64,7 @@ class World:
                 mistake = error
         found, mistake = self.gather((found, mistake))[0]
         if mistake is not None:
+            mistake.told = not self.main  # it is the main process that says so
             raise mistake
         return found  # type: ignore[return-value]
 

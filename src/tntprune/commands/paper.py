@@ -67,7 +67,7 @@ def paper(
         ),
     ] = None,
     dry_run: Annotated[bool, tyro.conf.arg(help="print the plan, its MACs and an estimate of the time")] = False,
-    speed: Annotated[bool, tyro.conf.arg(help="leave out images/s and memory")] = True,
+    speed: Annotated[bool, tyro.conf.arg(help="leave out images/s and memory", help_behavior_hint="")] = True,
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"], tyro.conf.arg(help="of the forward pass; the head stays in fp32")
     ] = "fp32",

@@ -44,8 +44,6 @@ def pretrain(
 
     Several processes: torchrun --nproc-per-node 8 -m tntprune pretrain ...
     """
-    import time
-
     from tntprune.jobs import train_folder
     from tntprune.pretraining import classes_of, untrained
     from tntprune.recipes import changed, scratch
@@ -54,9 +52,8 @@ def pretrain(
 
     recipe = changed(scratch(), {**vars(training), "backbone_lr": vars(training)["lr"], "seed": seed})
     world = join(device)
-    classes = classes_of(data, split, num_classes)
-    built = untrained(model, recipe, classes, world.device(device), img_size)
-    begin = time.perf_counter()
+    classes, names = classes_of(data, split, num_classes)
+    built = untrained(model, recipe, classes, world.device(device), img_size, names)
     about: dict[str, Any] = {"model": model, "classes": classes}
     if img_size is not None:
         about["img_size"] = list(img_size)
@@ -68,9 +65,7 @@ def pretrain(
     )  # fmt: skip
     if not world.main:
         return 0
-    path, photos, steps = found
-    seconds = time.perf_counter() - begin
-    told = {"weights": str(path), "classes": classes, "photos": photos, "steps": steps, "seconds": round(seconds, 1)}
-    text = f"trained {steps} steps of {recipe.training.batch_size} out of {photos} photos in {seconds:.0f} s: {path}"
-    tell(json, told, f"the training had ended already: {path}" if over else text)
+    told = {"weights": str(found.path), "classes": classes, **found._asdict(), "seconds": round(found.seconds, 1)}
+    del told["path"]
+    tell(json, told, f"the training had ended already: {found.path}" if over else str(found))
     return 0

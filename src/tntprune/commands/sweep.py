@@ -77,8 +77,10 @@ def sweep(
     together: Annotated[
         int, tyro.conf.arg(metavar="INT", help="settings run on each batch of photos; a kill loses so many at most")
     ] = 8,
-    speed: Annotated[bool, tyro.conf.arg(help="leave speed out; a later sweep completes the rows")] = True,
-    rounds: Annotated[int, tyro.conf.arg(metavar="INT", help="how often each setting is timed")] = 10,
+    speed: Annotated[
+        bool, tyro.conf.arg(help="leave speed out; a later sweep completes the rows", help_behavior_hint="")
+    ] = True,
+    rounds: Annotated[int, tyro.conf.arg(metavar="INT", help="how often each setting is timed, at least 3")] = 10,
     limit: Annotated[
         int | None,
         tyro.conf.arg(metavar="INT", help="photos, chosen at random and always the same", help_behavior_hint=""),
@@ -102,6 +104,8 @@ def sweep(
 
     check_whole("models", len(models), 1)
     check_whole("batch_size", batch_size, 1)
+    check_whole("rounds", rounds, 3)
+    check_whole("together", together, 1)
     if limit is not None:
         check_whole("limit", limit, 1)
     for model in models:

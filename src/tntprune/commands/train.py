@@ -71,12 +71,10 @@ def train(
 
     Several processes: torchrun --nproc-per-node 8 -m tntprune train ...
     """
-    import time
-
-    from tntprune.checkpoint import FILE
     from tntprune.jobs import train_folder
     from tntprune.recipes import Recipe, changed, published, short
     from tntprune.reduce import reduce_
+    from tntprune.runfolder import ended
     from tntprune.training import Training
     from tntprune.world import join
 
@@ -85,20 +83,17 @@ def train(
     recipe = changed(recipe, {**vars(training), "seed": seed})
     world = join(device)
     built = reduce_(load(model, weights, world.device(device), img_size), recipe.config)
-    begin = time.perf_counter()
     about: dict[str, Any] = {"model": model, "weights": weights and str(weights.resolve())}
     if img_size is not None:
         about["img_size"] = list(img_size)
-    ended = resume and (out / FILE).exists()
+    over = resume and ended(out) is not None
     found = train_folder(
         built, data, out, recipe, val=val, split=split, val_split=val_split, root=root, samples=samples,
         workers=workers, resume=resume, save_every=save_every, about=about, tensorboard=tensorboard, world=world,
     )  # fmt: skip
     if not world.main:
         return 0
-    path, photos, steps = found
-    seconds = time.perf_counter() - begin
-    told = {"reducer": str(path), "photos": photos, "steps": steps, "seconds": round(seconds, 1)}
-    text = f"trained {steps} steps of {recipe.training.batch_size} out of {photos} photos in {seconds:.0f} s: {path}"
-    tell(json, told, f"the training had ended already: {path}" if ended else text)
+    told = {"reducer": str(found.path), **found._asdict(), "seconds": round(found.seconds, 1)}
+    del told["path"]
+    tell(json, told, f"the training had ended already: {found.path}" if over else str(found))
     return 0

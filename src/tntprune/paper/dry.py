@@ -9,6 +9,7 @@ from typing import Any, Literal
 from tntprune.config import to_dict
 from tntprune.paper.cost import TRAIN, VAL, Estimate, Task, count, duration, estimate
 from tntprune.paper.plan import Entry, Plan
+from tntprune.paper.tables import SHORT
 from tntprune.paper.trainings import RecipeName, tasks
 
 HEADER = f"{'method':36} {'parameter':>20} {'GMACs':>7} {'of all':>7}  {'GFLOPs':>7} {'of all':>7}  needs"
@@ -67,7 +68,7 @@ def _setting(entry: Entry) -> dict[str, Any]:
         "config": None if entry.config is None else to_dict(entry.config),
         "training": entry.training,
         "authors": None if authors is None else asdict(authors),
-        "note": entry.note,
+        "note": entry.note or (authors.not_met if authors is not None else ""),
     }
 
 
@@ -82,6 +83,8 @@ def _text(plan: Plan, todo: list[Task], found: Estimate, recipe: str) -> str:
         last = group if entry.table != "unpruned" else last
         lines.append(_line(entry))
     lines.append("")
+    if any(entry.authors is not None and entry.authors.not_met for entry in plan.all):
+        lines += ["* what the paper prints is not what its setting takes; `settings.note` of --json says more", ""]
     lines += [f"left out: {method} on {backbone}: {reason}" for backbone, method, reason in plan.left_out]
     lines += [f"token maps: {one.backbone}, {one.name}, each of blocks 1 to 5 on its own" for one in plan.maps]
     lines += ["", f"trainings, {recipe} recipe:"]
@@ -106,6 +109,10 @@ def _line(entry: Entry) -> str:
     theirs = f"{authors.gmacs:7.2f} {authors.share:7.0%}" if authors is not None else f"{'':15}"
     if entry.table == "unpruned":
         return f"{entry.model + ', unpruned':57} {ours}  {theirs}".rstrip()
+    if authors is not None and not entry.own:
+        theirs += f"  of {SHORT[authors.backbone]}"
+    if authors is not None and authors.not_met:
+        theirs += " *"
     plain = f" on {entry.model}" if entry.model != entry.backbone else ""
     needs = "" if entry.training is None else f"  training {entry.training}{plain}"
     return f"{entry.name:36} {entry.parameter:>20} {ours}  {theirs}{needs}".rstrip()

@@ -224,6 +224,9 @@ def _made(measured: Sequence[Measured], about: About) -> str:
         told = dict.fromkeys(str(one.row.about.get(name, "not recorded")) for one in measured)
         if told:
             lines.append(f"{name.capitalize()}: {'; '.join(told)}.")
+    timed = dict.fromkeys(one.row.timed_on for one in measured if one.row.timed_on)
+    if timed:
+        lines.append(f"Speed was measured on {'; '.join(map(str, timed))}.")
     busy = [one.row.busy for one in measured if one.row.busy is not None]
     if busy:
         lines.append(f"While speed was measured, other programs used at most {max(busy):.1f} processors.")

@@ -123,7 +123,7 @@ def _caption(backbones: Sequence[Backbone], scheme: str) -> str:
     error = max(standard_error(row) for row in own)
     counted = sorted({row.images for row in own})
     images = f"{counted[0]:,}" if len(counted) == 1 else f"{counted[0]:,} to {counted[-1]:,}"
-    machines = sorted({str(row.about["hardware"]) for row in own if row.images_per_s and row.about.get("hardware")})
+    machines = sorted({row.timed_on for row in own if row.timed_on})
     mixed = f" Speeds come from {len(machines)} machines ({'; '.join(machines)}) and differ for that reason too."
     columns, models = (", one column a backbone", "models") if len(backbones) > 1 else ("", "model")
     return (

@@ -29,6 +29,9 @@ def measured(rows: Sequence[Row], groups: Sequence[Group]) -> str:
         told = "; ".join(values if len(values) == 1 else several[:MOST])
         more = f"; and {len(values) - MOST} more" if len(values) > MOST else ""
         facts.append((heading, told + more if values else "not recorded"))
+    timed = Counter(row.timed_on for row in rows if row.timed_on)
+    if set(timed) - {row.about.get("hardware") for row in rows}:
+        facts.append(("Speed measured on", "; ".join(str(machine) for machine in timed)))
     seconds = [row.about["seconds"] for row in rows if isinstance(row.about.get("seconds"), int | float)]
     if seconds:
         facts.append(("Time", f"{sum(seconds) / 60:,.1f} minutes for {len(seconds)} rows"))

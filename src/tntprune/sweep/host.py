@@ -23,6 +23,8 @@ from tntprune.reduce import device_of
 from tntprune.sweep.jobs import built
 from tntprune.sweep.planning import Backbone, Plan, Task
 
+TIMED = "setting"  # what a bar counts where there are no photos to count
+
 
 class Host:
     """One model in memory, and its photos; each made when it is first asked for."""
@@ -73,7 +75,9 @@ class Host:
         yield found
         found.clear()
 
-    def bar(self, settings: int, progress: bool) -> Any:
-        """Progress in photos, of all settings together."""
-        total = settings * len(self.backbone.photos)
-        return tqdm(total=total, unit="image", desc=self.backbone.name, disable=not progress or not total)
+    def bar(self, counted: int, timed: int, progress: bool) -> Any:
+        """Progress in photos, of all settings that are counted together; in settings, where they are only timed."""
+        total, unit, desc = counted * len(self.backbone.photos), "image", self.backbone.name
+        if counted == 0:
+            total, unit, desc = timed, TIMED, f"timing {desc}"
+        return tqdm(total=total, unit=unit, desc=desc, disable=not progress or not total)

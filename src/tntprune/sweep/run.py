@@ -19,7 +19,7 @@ from tntprune.ledger import LOCKS, Ledger
 from tntprune.models import ImgSize
 from tntprune.precision import Precision
 from tntprune.results import Row
-from tntprune.sweep.host import Host
+from tntprune.sweep.host import TIMED, Host
 from tntprune.sweep.jobs import Job
 from tntprune.sweep.measure import Counted, Speed, accuracy, speeds
 from tntprune.sweep.planning import Backbone, Plan, Task, plan
@@ -148,7 +148,8 @@ class _Runner:
         wanted = missing | slow if alone else missing
         mine = self.world.share([task for task in backbone.tasks if task.key in wanted])
         host = Host(self.plan, backbone, self.device, self.workers)
-        with host.bar(sum(task.key in missing for task in mine), self.progress) as bar:
+        counted, timed = (sum(task.key in lacking for task in mine) for lacking in (missing, slow))
+        with host.bar(counted, timed, self.progress) as bar:
             for group in _chunks(mine, self.together):
                 with host.models(group) as models:
                     self._count(host, group, models, bar)
@@ -198,6 +199,8 @@ class _Runner:
             row = _timed(self.rows[group[number].key], one, self.device, seconds, self.rounds)
             self._add(row)
         bar.set_postfix_str("")
+        if bar.unit == TIMED:
+            bar.update(len(lacking))
 
     def _lacks_speed(self, key: str) -> bool:
         return key not in self.rows or self.rows[key].images_per_s is None
