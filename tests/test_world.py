@@ -88,8 +88,9 @@ def test_two_processes_talk(tmp_path):
 
 
 def find_nothing_first(world, out):
-    with pytest.raises(UserError, match=r"nothing in .*main"), world.main_first():
+    with pytest.raises(UserError, match=r"nothing in main") as caught, world.main_first():
         raise UserError(f"nothing in {'main' if world.main else 'other'}")
+    assert caught.value.told == (not world.main)  # the user reads it once
     with world.main_first():  # and they still go on together
         (out / f"{world.rank}").write_text(str((out / "0").exists()))
 
@@ -216,7 +217,7 @@ def test_parts_are_shared_evenly_or_refused():
 
 def fails(world, out):
     (out / "run").mkdir(exist_ok=True)
-    (out / "run" / "log.jsonl").write_text("")
+    (out / "run" / "log.jsonl").write_text("{}")
     with pytest.raises(UsageError, match="holds a training already"):
         trained(world, out / "run", "tnt")
 

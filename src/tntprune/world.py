@@ -84,6 +84,7 @@ class World:
                 mistake = error
         mistake = self.gather(mistake)[0]
         if mistake is not None:
+            mistake.told = not self.main
             raise mistake
         if not self.main:
             yield
