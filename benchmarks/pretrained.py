@@ -56,9 +56,7 @@ def trained_on_split(model: nn.Module, photos: list[Photo], out: Path, seed: int
     """What TNT's scorers learn from photos, with the recipe and the options that `tntprune train` has by default."""
     training = Training(seed=seed).on(torch.device("cpu"))
     reduce_(model, TNT(at=3))
-    source = PhotoSource(
-        Photos(photos, transform_for(model, LIGHT), seed=seed), training.batch_size, seed, 1, False
-    )
+    source = PhotoSource(Photos(photos, transform_for(model, LIGHT), seed=seed), training.batch_size, seed, 1, False)
     about = {"model": MODEL, "data": "calibration-1000", "photos": len(photos)}
     return read(train_run(model, source, training, out, resume=out.exists(), about=about))[1]
 

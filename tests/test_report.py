@@ -31,4 +31,4 @@ def test_pictures_lie_in_the_page_itself():
 def test_a_stamp_names_hardware_versions_and_date():
     made = stamp()
     assert processor() in made and torch.__version__.split("+")[0] in made and date.today().isoformat() in made
-    assert f"{torch.get_num_threads()} threads" in made
+    assert f"{torch.get_num_threads()} thread" in made

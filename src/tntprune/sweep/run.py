@@ -199,7 +199,7 @@ class _Runner:
             row = _timed(self.rows[group[number].key], one, self.device, seconds, self.rounds)
             self._add(row)
         bar.set_postfix_str("")
-        if bar.unit == TIMED:
+        if getattr(bar, "unit", "") == TIMED:  # one that is not shown has none
             bar.update(len(lacking))
 
     def _lacks_speed(self, key: str) -> bool:
