@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from conftest import make
-from tntprune import __version__
+from tntprune import __version__, cli
 from tntprune.checkpoint import save
 from tntprune.cli import COMMANDS, main
 from tntprune.config import METHODS, TNT, options
@@ -596,3 +596,14 @@ def test_streams_may_be_closed(tmp_path):
     done = subprocess.run(f"{command} >&-", shell=True, env=environment, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0 and out.is_file() and "Traceback" not in done.stderr
     assert subprocess.run(f"{command}/x.pt2 >&- 2>&-", shell=True, env=environment).returncode == 1
+
+
+@pytest.mark.parametrize(("command", "told"), [("sweep", True), ("paper", True), ("eval", False)])
+def test_who_interrupts_what_can_go_on_is_told_so(command, told, monkeypatch, capsys):
+    def interrupted(given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    assert main([command, "model"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("tntprune: interrupted") and ("the same command goes on" in said) == told

@@ -46,6 +46,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "export": export.export,
     "push": push.push,
 }
+RESUMED = (["sweep"], ["paper"])  # commands that go on where they stopped
 ABOUT = """Faster vision transformers: drop the tokens they do not need.
 
 Exit codes: 0 done, 1 something given cannot be used (or Ctrl-C), 2 wrong usage, 3 done but some images were skipped."""
@@ -74,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"tntprune: {message}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("tntprune: interrupted", file=sys.stderr)
+        more = "; what was finished is kept, and the same command goes on" if given[:1] in RESUMED else ""
+        print(f"tntprune: interrupted{more}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of our output has gone, as in `tntprune info ... | head -1`
         console.forget_output()

@@ -25,7 +25,9 @@ a { color: #0b5c8e; text-decoration-thickness: 1px; text-underline-offset: 2px; 
 figure { margin: 1.4rem 0; }
 figcaption { color: #4a5266; font-size: .88rem; line-height: 1.5; margin-top: .6rem; max-width: 46rem; }
 img { max-width: 100%; height: auto; display: block; }
-.scroll { overflow-x: auto; margin: .8rem 0; max-width: 100%; }
+.scroll { overflow-x: auto; margin: .8rem 0; max-width: 100%; background:
+          linear-gradient(to left, #fff 40%, #fff0) right / 3rem 100% no-repeat local,
+          linear-gradient(to left, #1d233038, #1d233000) right / .8rem 100% no-repeat scroll; }
 table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; font-size: .88rem;
         line-height: 1.4; }
 th, td { padding: .32rem .55rem; text-align: right; border-bottom: 1px solid #e3e6ec; white-space: nowrap;
@@ -60,7 +62,7 @@ footer { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid #e3e6ec; co
   nav { display: none; }
   p, li, figcaption, p.note, p.lead { max-width: none; color: #000; }
   figcaption, p.note { font-size: 8.5pt; }
-  .scroll { overflow: visible; }
+  .scroll { overflow: visible; background: none; }
   table { font-size: 7.5pt; width: 100%; }
   th, td { padding: .15rem .3rem; }
   th { color: #000; min-width: 0; }
