@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from tntprune.config import TNT
 from tntprune.paper.cost import Task
 from tntprune.paper.names import LEARNERS
 from tntprune.paper.plan import Plan
-from tntprune.runlog import LOG
+from tntprune.runlog import LOG, read_log
 from tntprune.world import ALONE, World
 
 if TYPE_CHECKING:
@@ -134,9 +133,7 @@ def spent(plan: Plan, trainings: Path) -> dict[str, float]:
     """Seconds that each training took, over all the times it was resumed."""
     found = {}
     for model, name in plan.trainings:
-        log = folder(trainings, model, name) / LOG
-        lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-        times = [float(data["seconds"]) for line in lines if "seconds" in (data := json.loads(line))]
+        times = [float(line["seconds"]) for line in read_log(folder(trainings, model, name)) if "seconds" in line]
         if times:
             found[f"{model} {name}"] = times[-1]
     return found
