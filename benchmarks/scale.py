@@ -202,7 +202,7 @@ those of a few batches; {(MANY - FEW) * CLASSES:,} more of them would be {held:.
 {given}: left alone, glibc keeps up to 300 MiB of freed batches for later, now more and now less,
 with few photos and with many.
 
-Measured on {stamp()}, beside other work.
+Measured on {stamp()}.
 """
 
 

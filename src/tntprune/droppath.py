@@ -27,30 +27,27 @@ class Depth:
     """
 
     def __init__(self, model: nn.Module, rate: float) -> None:
-        self.rate = rate
         self.blocks: list[Any] = list(getattr(tower_of(model), "blocks", ())) if rate else []
         if rate and not all(hasattr(block, place) for block in self.blocks or [None] for place in PLACES):
             raise UserError(
                 f"drop_path={rate}: the blocks of {type(model).__name__} have no drop-path; expected one of timm's "
                 "models, or drop_path=0"
             )
-
-        self.made: list[DropPath] = []
+        steps = max(1, len(self.blocks) - 1)
+        self.places = [(block, place) for block in self.blocks for place in PLACES]
+        self.made = [DropPath(rate * (turn // len(PLACES)) / steps).train() for turn in range(len(self.places))]
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """It is there for as long as the context lasts, whatever the mode of the model."""
-        kept = [(block, place, getattr(block, place)) for block in self.blocks for place in PLACES]
+        kept = [getattr(block, place) for block, place in self.places]
         try:
-            for number, block in enumerate(self.blocks):
-                for place in PLACES:
-                    self.made.append(DropPath(self.rate * number / max(1, len(self.blocks) - 1)).train())
-                    setattr(block, place, self.made[-1])
+            for (block, place), module in zip(self.places, self.made, strict=True):
+                setattr(block, place, module)
             yield
         finally:
-            for block, place, module in kept:
+            for (block, place), module in zip(self.places, kept, strict=True):
                 setattr(block, place, module)
-            self.made.clear()
 
     @contextmanager
     def off(self) -> Iterator[None]:

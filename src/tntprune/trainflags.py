@@ -36,6 +36,18 @@ FLAGS: dict[str, tuple[Any, str, str, str]] = {  # type, what stands for a value
     "repeats": (int, "INT", "times a photo comes in an epoch; the authors' is 3", "1"),
 }  # fmt: skip
 
+Val = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="DIR",
+        help="labelled photos to validate on after each epoch; the best goes to RUN/best",
+        help_behavior_hint="",
+    ),
+]
+SaveEvery = Annotated[int, tyro.conf.arg(metavar="STEPS", help="between checkpoints")]
+TensorBoard = Annotated[bool, tyro.conf.arg(help="also log for TensorBoard, in RUN/tensorboard")]
+Resume = Annotated[bool, tyro.conf.arg(help="continue the training in RUN")]
+
 SCRATCH = {  # what `recipes.scratch` says
     "epochs": "300", "batch_size": "1024", "lr": "0.001 at 1024 photos a step", "weight_decay": "0.05",
     "label_smoothing": "0.1", "warmup": "1/60", "warmup_lr": "1e-6", "min_lr": "1e-5", "ema": "0.99996",

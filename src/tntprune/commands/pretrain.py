@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from tntprune.console import Device, ImgSize, Json, Model, PhotosOf, Root, Samples, Seed, Split, Workers, tell
-from tntprune.trainflags import ScratchFlags
+from tntprune.trainflags import Resume, SaveEvery, ScratchFlags, TensorBoard, Val
 
 
 def pretrain(
@@ -19,14 +19,7 @@ def pretrain(
         int | None, tyro.conf.arg(metavar="INT", help="of the model (as many as class folders)", help_behavior_hint="")
     ] = None,
     training: ScratchFlags = ScratchFlags(),
-    val: Annotated[
-        str | None,
-        tyro.conf.arg(
-            metavar="DIR",
-            help="labelled photos to validate on after each epoch; the best goes to RUN/best",
-            help_behavior_hint="",
-        ),
-    ] = None,
+    val: Val = None,
     split: Split = None,
     val_split: Split = None,
     root: Root = None,
@@ -35,9 +28,9 @@ def pretrain(
     device: Device = "cpu",
     seed: Seed = 0,
     workers: Workers = None,
-    save_every: Annotated[int, tyro.conf.arg(metavar="STEPS", help="between checkpoints")] = 50,
-    tensorboard: Annotated[bool, tyro.conf.arg(help="also log for TensorBoard, in RUN/tensorboard")] = False,
-    resume: Annotated[bool, tyro.conf.arg(help="continue the training in RUN")] = False,
+    save_every: SaveEvery = 50,
+    tensorboard: TensorBoard = False,
+    resume: Resume = False,
     json: Json = False,
 ) -> int:
     """Train a backbone itself from random weights, by DeiT's recipe; for --weights RUN/model.safetensors.

@@ -22,7 +22,7 @@ from tntprune.console import (
     tell,
 )  # fmt: skip
 from tntprune.options import MethodOptions, config_from
-from tntprune.trainflags import TrainingFlags
+from tntprune.trainflags import Resume, SaveEvery, TensorBoard, TrainingFlags, Val
 
 
 def train(
@@ -45,14 +45,7 @@ def train(
         ),
     ] = "none",
     training: TrainingFlags = TrainingFlags(),
-    val: Annotated[
-        str | None,
-        tyro.conf.arg(
-            metavar="DIR",
-            help="labelled photos to validate on after each epoch; the best goes to RUN/best",
-            help_behavior_hint="",
-        ),
-    ] = None,
+    val: Val = None,
     split: Split = None,
     val_split: Split = None,
     root: Root = None,
@@ -62,9 +55,9 @@ def train(
     device: Device = "cpu",
     seed: Seed = 0,
     workers: Workers = None,
-    save_every: Annotated[int, tyro.conf.arg(metavar="STEPS", help="between checkpoints")] = 50,
-    tensorboard: Annotated[bool, tyro.conf.arg(help="also log for TensorBoard, in RUN/tensorboard")] = False,
-    resume: Annotated[bool, tyro.conf.arg(help="continue the training in RUN")] = False,
+    save_every: SaveEvery = 50,
+    tensorboard: TensorBoard = False,
+    resume: Resume = False,
     json: Json = False,
 ) -> int:
     """Train what a method learns, on a frozen model or together with it.
