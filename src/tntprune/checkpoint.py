@@ -16,6 +16,7 @@ from tntprune.config import Combination, Config, from_dict, options, to_dict
 from tntprune.errors import UsageError, UserError
 from tntprune.fingerprint import identity
 from tntprune.hub import download
+from tntprune.plan import is_plan, read_plan
 from tntprune.reduce import base_of, inherit, reduce_, reduction_of
 from tntprune.shipped import SHIPPED, find_shipped
 from tntprune.storage import make_folder, packed, read_metadata, read_weights, write
@@ -101,8 +102,9 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
 
     Args:
         model: The model it was made for, or one of the same width and depth.
-        source: A folder, a file, the id of a repository on the Hugging Face Hub (user/repo or user/repo@revision), or
-            "pretrained" for what comes with the library; a folder of that name is "./pretrained".
+        source: A folder, a file, a plan (a .json file written by `tntprune search`), the id of a repository on the
+            Hugging Face Hub (user/repo or user/repo@revision), or "pretrained" for what comes with the library; a
+            folder of that name is "./pretrained".
         *more: Further reductions, at places of their own, that need no training: see `reduce_`.
         revision: Of the repository: a branch, a tag or a commit.
         **changes: Options to change, such as `at=3, keep=0.5, similar=25`.
@@ -128,7 +130,7 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
             raise UsageError(
                 f"{part.method} has to be trained first; expected further reductions that need no training"
             )
-    about = read_metadata(path)
+    about = _about(path)
     layout = find_backbone(model).layout(model)
     for name, value in _parse(path, about["backbone"]).items():
         if getattr(layout, name, None) != value:
@@ -152,8 +154,11 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
 
 def _weights(source: str | Path, path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's own weights that go with a reduction."""
-    local = Path(source).exists()
-    file = path.parent / WEIGHTS if local else download(str(source).partition("@")[0], WEIGHTS, _commit(path))
+    file = weights_of(path)
+    if not Path(source).exists():
+        file = download(str(source).partition("@")[0], WEIGHTS, _commit(path))
+    elif file is None or not file.is_file():
+        raise UserError(f"{path}: goes with weights that were trained with it, and {file} is gone; put it back there")
     tensors = read_weights(file)
     wanted = {name: value.shape for name, value in base_of(model).state_dict().items()}
     if wanted != {name: value.shape for name, value in tensors.items()}:
@@ -175,18 +180,30 @@ def read(
         UserError: nothing is there, or it is broken or not a reduction.
     """
     path = _locate(source, model, revision)
-    about = read_metadata(path)
+    about = _about(path)
     if "config" not in about or "backbone" not in about:
         raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
-    tensors = read_weights(path)
+    tensors = read_plan(path).learned if is_plan(path) else read_weights(path)
     tensors.pop(EMPTY, None)
     return from_dict(_parse(path, about["config"])), tensors, path
 
 
 def made_by(path: Path) -> tuple[str, bool]:
     """The note in a saved file on how it was made, and whether the model's own weights lie beside it."""
-    about = read_metadata(path)
+    about = _about(path)
     return about.get("made_by", ""), bool(about.get("weights"))
+
+
+def weights_of(path: Path) -> Path | None:
+    """The model's own weights that go with a saved file on this machine; None where only the reduction was trained."""
+    if is_plan(path):
+        return read_plan(path).weights
+    return path.parent / WEIGHTS if read_metadata(path).get("weights") else None
+
+
+def _about(path: Path) -> dict[str, str]:
+    """The text entries of a saved file, or of a plan."""
+    return read_plan(path).entries() if is_plan(path) else read_metadata(path)
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
@@ -207,6 +224,8 @@ def _locate(source: str | Path, model: nn.Module | None, revision: str | None) -
         return find_shipped(model)
     if path.is_file():
         return path
+    if is_plan(path) and not path.exists():
+        raise UserError(f"{path}: no such file; expected a plan, written by tntprune search")
     if path.is_dir():
         if (path / FILE).is_file():
             return path / FILE

@@ -113,14 +113,23 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     tensors = isinstance(loaded, dict) and loaded and all(isinstance(v, torch.Tensor) for v in loaded.values())
     if not tensors:
         raise UserError(f"{path}: no weights in it; expected tensors by name")
-    for name, value in loaded.items():
+    check_finite(path, loaded)
+    return dict(loaded)
+
+
+def check_finite(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Refuse tensors with values that are not finite.
+
+    Raises:
+        UserError: naming the file that they come from, and the first such tensor.
+    """
+    for name, value in tensors.items():
         try:
             finite = not value.is_floating_point() or bool(value.isfinite().all())
         except RuntimeError as error:  # sparse, meta or 8-bit floats
             raise _unreadable(path, error) from None
         if not finite:
             raise UserError(f"{path}: {name} holds NaN or infinity; expected finite weights")
-    return dict(loaded)
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:

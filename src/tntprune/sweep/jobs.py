@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tntprune.checkpoint import WEIGHTS, load_, made_by, read
+from tntprune.checkpoint import load_, read, weights_of
 from tntprune.config import Combination, Config, options
 from tntprune.errors import UsageError, UserError
 from tntprune.reduce import reduce_, reduction_of, twin_of
@@ -84,13 +84,13 @@ class Saved:
             raise UserError(f"{folder}: no such folder; expected one that tntprune train or tntprune.save wrote")
         self.given, self.folder = folder, folder.absolute()  # a relative name may also be that of a repository
         self.config, self.tensors, self.path = read(self.folder)
-        self.tuned = made_by(self.path)[1]  # whether the model was trained with it
+        self.weights = weights_of(self.path)
+        self.tuned = self.weights is not None  # whether the model was trained with it
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the file, and of the weights beside it."""
-        files = [self.path, self.path.parent / WEIGHTS] if self.tuned else [self.path]
-        return digest(*files)
+        return digest(*filter(None, (self.path, self.weights)))
 
     def changes(self, config: Config | None) -> dict[str, Any]:
         """The options of a config that a saved reduction can be given: all but those that were learned.
