@@ -97,7 +97,7 @@ def train_folder(
     check_whole("workers", workers, 0)
     training = recipe.training.on(device_of(model))
     with world.main_first():  # what has to be fetched is fetched once
-        labelled = needs_labels(model)
+        labelled = needs_labels(model, training)
         source = photo_source(model, data, recipe, labelled, workers, split=split, root=root, samples=samples)
         photos = None if val is None else open_photos(val, model, split=val_split, root=root)
     validate = None if photos is None else Validation(model, photos, workers=workers, world=world)

@@ -71,6 +71,7 @@ def load_state(path: Path, trainer: Trainer) -> dict[str, Any]:
             trainer.optimizer.state[parameter] = {
                 kind: value.to("cpu" if kind == "step" else parameter.device) for kind, value in state.items()
             }
+    trainer.merge()
     for name, value in trainer.averages().items():
         value.data.copy_(averages[name])
     scaler = json.loads(about.get("scaler", "{}"))

@@ -17,10 +17,11 @@ from tntprune.batches import LoaderSource, PhotoSource, Source, TensorSource
 from tntprune.data import Photos, default_workers, input_mode, transform_for
 from tntprune.datasets import open_photos
 from tntprune.errors import UsageError, UserError
+from tntprune.learning import learning, weights_of
 from tntprune.mixing import mixer_for
 from tntprune.recipes import Recipe
 from tntprune.reduce import device_of, reduction_of
-from tntprune.trainer import Trainer, learning
+from tntprune.trainer import Trainer
 from tntprune.training import Training, check_whole
 from tntprune.world import ALONE, World
 
@@ -55,7 +56,7 @@ def fit(
     total = training.epochs * source.per_epoch
     devices = [device_of(model)] if device_of(model).type == "cuda" else []
     with (
-        learning(model, training.backbone_lr > 0),
+        learning(model, training.backbone_lr > 0, training.unfreeze),
         torch.random.fork_rng(devices=devices),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -79,9 +80,9 @@ def fit(
                     after(number + 1, loss, trainer)
 
 
-def needs_labels(model: nn.Module) -> bool:
-    """Whether the reduction of a model is trained against labels."""
-    return reduction_of(model).ce > 0
+def needs_labels(model: nn.Module, training: Training) -> bool:
+    """Whether a reduced model is trained against labels."""
+    return weights_of(model, training)[0] > 0
 
 
 def photo_source(
@@ -123,6 +124,8 @@ def calibrate_(
 ) -> Model:
     """Train what a reduction learns, in place; the model itself is not changed unless `backbone_lr` is above 0.
 
+    With `unfreeze` the model is fine-tuned under the reduction that it has, and the reduction learns nothing.
+
     Args:
         model: A reduced model.
         data: Images (n, C, H, W), normalised as the model wants them; or a DataLoader of images or of (images,
@@ -130,8 +133,8 @@ def calibrate_(
         labels: (n,), with a tensor of images. Only training against labels needs them.
         progress: Show a bar.
         workers: Processes that read photos from a folder.
-        **training: Options of `Training`: epochs, batch_size, lr, backbone_lr, freeze_epochs, weight_decay,
-            label_smoothing, warmup, seed, amp, and more.
+        **training: Options of `Training`: epochs, batch_size, lr, backbone_lr, unfreeze, weight_decay, label_smoothing,
+            warmup, seed, amp, and more.
 
     Returns:
         The same model.
@@ -144,7 +147,7 @@ def calibrate_(
     if unknown:
         raise UsageError(f"no training option {min(unknown)!r}; there are {', '.join(Training.__dataclass_fields__)}")
     options = Training(**training)
-    labelled = needs_labels(model)
+    labelled = needs_labels(model, options)
     source: Source
     if labels is not None and not isinstance(data, torch.Tensor):
         raise UsageError("labels go with a tensor of images; a loader gives its own, and a folder's are its subfolders")

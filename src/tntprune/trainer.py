@@ -19,9 +19,12 @@ from tntprune.batches import Pair, Share
 from tntprune.droppath import Depth
 from tntprune.errors import UsageError, UserError
 from tntprune.gradients import together
+from tntprune.learning import learned_parameters, weights_of
+from tntprune.learning import learning as learning
 from tntprune.precision import DTYPES, unfused
 from tntprune.reduce import base_of, device_of, reduction_of
-from tntprune.training import Training
+from tntprune.training import RANK, Training
+from tntprune.tuning import LowRank
 from tntprune.world import ALONE, World
 
 
@@ -35,14 +38,19 @@ class Trainer:
         world: The processes that train together.
 
     Raises:
-        UserError: the model is not reduced, or there is nothing to learn.
-        UsageError: there is nothing to learn while the model is frozen.
+        UserError: the model is not reduced, or there is nothing to learn, or not what is to be unfrozen.
+        UsageError: there is nothing to learn while the model is frozen, or the rank is too large.
     """
 
     def __init__(self, model: nn.Module, training: Training, total: int, world: World = ALONE) -> None:
         self.model, self.total, self.world = model, total, world
         self.method = reduction_of(model)
         tunes = training.backbone_lr > 0
+        if training.unfreeze and not self.method.steps(self.method.layout.patches):
+            raise UserError(
+                f"unfreeze={training.unfreeze}: {self.method.config.method} removes no token here, so there is nothing "
+                "to make up for; expected a reduction that removes some"
+            )
         if not self.method.trains and not tunes:
             raise UserError(
                 f"{self.method.config.method} has nothing to train on a frozen model; expected a method that learns, "
@@ -58,13 +66,16 @@ class Trainer:
         self.device = device_of(model)
         self.training = training.on(self.device).among(world.size)
         self.backbone = find_backbone(model)
-        if self.method.ce and not self.backbone.classes(model):
+        self.ce, self.kl = weights_of(model, training)
+        if self.ce and not self.backbone.classes(model):
+            other = "distill=1" if training.unfreeze else "a method that is trained without labels, such as tnt"
             raise UserError(
                 f"{type(model).__name__} tells no classes apart, so there is no cross-entropy to train against; "
-                "expected a classifier, or a method that is trained without labels, such as tnt"
+                f"expected a classifier, or {other}"
             )
         self.depth = Depth(model, training.drop_path)
-        self.judges = bool(self.method.kl) or self.method.needs_teacher  # whether the unpruned model is asked
+        asks = self.method.needs_teacher and not training.unfreeze
+        self.judges = bool(self.kl) or asks  # whether the unpruned model is asked
         self.base: nn.Module | None = None
         if tunes and self.judges:  # it stays as it was; of a frozen model the first blocks are run once for both
             self.base = copy.deepcopy(base_of(model)).requires_grad_(False).eval()
@@ -79,14 +90,19 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.half == torch.float16)
         fused = [module for module in model.modules() if getattr(module, "fused_attn", False)]
         self.slow = fused if self.half == torch.bfloat16 and self.device.type == "cpu" else []
-        self.learned = dict(learned_parameters(model, tunes))
         self.own = set(self.method.parameters())
-        self.whole: nn.Module = model if tunes else self.method  # everything that is learned is in it
+        self.learned = dict(learned_parameters(model, tunes, training.unfreeze))
+        self.low: LowRank | None = None
+        if training.unfreeze == "lowrank":
+            self.low = LowRank(model, RANK if training.rank is None else training.rank, training.seed)
+            self.learned = dict(self.low.learned)
+        self.whole = nn.ParameterList(self.learned.values())
         self.average = ModelEmaV3(self.whole, decay=training.ema, exclude_buffers=True) if training.ema else None
+        self.rate = training.backbone_lr if training.unfreeze else training.lr
         self.optimizer = create_optimizer_v2(
-            self.groups(), opt="adamw", lr=training.lr, weight_decay=training.weight_decay
+            self.groups(), opt="adamw", lr=self.rate, weight_decay=training.weight_decay
         )
-        least, first = (training.lr / 100 if rate is None else rate for rate in (training.min_lr, training.warmup_lr))
+        least, first = (self.rate / 100 if rate is None else rate for rate in (training.min_lr, training.warmup_lr))
         self.schedule = CosineLRScheduler(
             self.optimizer, t_initial=total, lr_min=least, warmup_t=round(training.warmup * total),
             warmup_lr_init=first, t_in_epochs=False,
@@ -105,7 +121,7 @@ class Trainer:
         for name, parameter in self.learned.items():
             own = parameter in self.own
             decays = parameter.ndim > 1 and not name.endswith(".bias") and name not in unweighed
-            scale = 1.0 if own else self.training.backbone_lr / self.training.lr
+            scale = 1.0 if own else self.training.backbone_lr / self.rate
             decay = self.training.weight_decay if decays else 0.0
             group = found.setdefault((own, decays), {"params": [], "weight_decay": decay, "lr_scale": scale})
             group["params"].append(parameter)
@@ -134,12 +150,15 @@ class Trainer:
         for part, (images, labels) in zip(self.share.mine, parts, strict=True):
             self.seed(self.training.seed_of(number, part))
             sum_ += self.backward(images, labels)
+        if self.low is not None:
+            self.low.pull()
         loss = together(list(self.learned.values()), sum_, self.world)
         self.scaler.unscale_(self.optimizer)
         if self.training.clip is not None:
             nn.utils.clip_grad_norm_(self.learned.values(), self.training.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.merge()
         if self.average is not None:
             self.average.update(self.whole)
         return loss
@@ -155,6 +174,11 @@ class Trainer:
             self.scaler.scale(loss).backward()
         return loss.detach()
 
+    def merge(self) -> None:
+        """Let the model have what is learned beside it."""
+        if self.low is not None:
+            self.low.merge()
+
     def seed(self, seed: int) -> None:
         """Seed the generators that this training draws from, and no other device's."""
         torch.default_generator.manual_seed(seed)
@@ -166,20 +190,21 @@ class Trainer:
         method = self.method
         teacher, answer = self.answers(images)
         losses = []
-        if method.kl:
+        if self.kl:
             assert teacher is not None
             target, student = teacher.logits.float().log_softmax(1), answer.logits.float().log_softmax(1)
-            losses.append(method.kl * F.kl_div(student, target, reduction="batchmean", log_target=True))
-        if method.ce:
+            losses.append(self.kl * F.kl_div(student, target, reduction="batchmean", log_target=True))
+        if self.ce:
             if labels is None:
-                raise UserError("cross-entropy needs labels, and the data has none; expected labels, or objective='kl'")
+                other = "distill=1" if self.training.unfreeze else "objective='kl'"
+                raise UserError(f"cross-entropy needs labels, and the data has none; expected labels, or {other}")
             answers = labels.to(self.device, non_blocking=True)
             logits = answer.ce_logits.float()
             smoothing = self.training.label_smoothing if answers.ndim == 1 else 0.0  # mixed labels are smooth already
-            losses.append(method.ce * F.cross_entropy(logits, answers, label_smoothing=smoothing))
-        extra = method.penalty(answer.tokens, None if teacher is None else teacher.tokens)
-        if extra is not None:
-            losses.append(extra)
+            losses.append(self.ce * F.cross_entropy(logits, answers, label_smoothing=smoothing))
+        if not self.training.unfreeze:
+            extra = method.penalty(answer.tokens, None if teacher is None else teacher.tokens)
+            losses += [] if extra is None else [extra]
         return torch.stack(losses).sum()
 
     def answers(self, images: torch.Tensor) -> tuple[Answer | None, Answer]:
@@ -209,36 +234,9 @@ class Trainer:
         try:
             for name, value in self.averages().items():
                 self.learned[name].data.copy_(value)
+            self.merge()
             yield
         finally:
             for name, parameter in self.learned.items():
                 parameter.data.copy_(kept[name])
-
-
-def learned_parameters(model: nn.Module, tunes: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    """What a training changes: the reduction's parameters, and the model's own if it is trained too."""
-    own = set(reduction_of(model).parameters())
-    for name, parameter in model.named_parameters():
-        if tunes or parameter in own:
-            yield name, parameter
-
-
-@contextmanager
-def learning(model: nn.Module, tunes: bool = False) -> Iterator[None]:
-    """The reduction learns, in training mode; the base is in eval mode, and frozen unless it `tunes`. Undone after."""
-    method = reduction_of(model)
-    modes = {module: module.training for module in model.modules()}
-    learns = {parameter: (parameter.requires_grad, parameter.grad) for parameter in model.parameters()}
-    model.requires_grad_(False).eval()
-    method.train()
-    for _, parameter in learned_parameters(model, tunes):
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for parameter, (learning, grad) in learns.items():
-            parameter.requires_grad_(learning)
-            parameter.grad = grad
-        method.trained = 1.0
+            self.merge()

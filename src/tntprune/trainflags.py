@@ -12,7 +12,15 @@ FLAGS: dict[str, tuple[Any, str, str, str]] = {  # type, what stands for a value
     "batch_size": (int, "INT", "photos a step, over all processes", "16"),
     "parts": (int, "INT", "of a batch, worked through one by one or by several processes", "one a process"),
     "lr": (float, "FLOAT", "peak learning rate", "0.01"),
-    "backbone_lr": (float, "FLOAT", "of the model itself; 0 keeps it frozen", "0"),
+    "backbone_lr": (float, "FLOAT", "of the model itself; 0 keeps it frozen", "0, or what suits --unfreeze"),
+    "unfreeze": (
+        Literal["all", "head", "norms", "lowrank"], "{all,head,norms,lowrank}",
+        "fine-tune this of the model under --reducer RUN, or a --method that needs no training", "nothing",
+    ),
+    "rank": (int, "INT", "of --unfreeze lowrank", "8"),
+    "distill": (
+        float, "FLOAT", "weight of the divergence from the unpruned model with --unfreeze; the rest: labels", "1",
+    ),
     "freeze_epochs": (int, "INT", "epochs before --backbone-lr begins", "0"),
     "weight_decay": (float, "FLOAT", "AdamW's", "0"),
     "label_smoothing": (float, "FLOAT", "of training against labels; the authors' is 0.1", "0"),
@@ -48,6 +56,7 @@ SaveEvery = Annotated[int, tyro.conf.arg(metavar="STEPS", help="between checkpoi
 TensorBoard = Annotated[bool, tyro.conf.arg(help="also log for TensorBoard, in RUN/tensorboard")]
 Resume = Annotated[bool, tyro.conf.arg(help="continue the training in RUN")]
 
+TUNED = ("backbone_lr", "freeze_epochs", "unfreeze", "rank", "distill")  # of a model that has its weights
 SCRATCH = {  # what `recipes.scratch` says
     "epochs": "300", "batch_size": "1024", "lr": "0.001 at 1024 photos a step", "weight_decay": "0.05",
     "label_smoothing": "0.1", "warmup": "1/60", "warmup_lr": "1e-6", "min_lr": "1e-5", "ema": "0.99996",
@@ -75,5 +84,5 @@ if TYPE_CHECKING:
         """Options of the training."""
 else:
     TrainingFlags = make_dataclass("TrainingFlags", _fields({}), frozen=True)
-    ScratchFlags = make_dataclass("ScratchFlags", _fields(SCRATCH, ("backbone_lr", "freeze_epochs")), frozen=True)
+    ScratchFlags = make_dataclass("ScratchFlags", _fields(SCRATCH, TUNED), frozen=True)
     TrainingFlags.__doc__ = ScratchFlags.__doc__ = "Options of the training."

@@ -10,6 +10,8 @@ import torch
 
 from tntprune.errors import UsageError
 
+RATES = {"all": 3e-5, "head": 1e-3, "norms": 1e-3, "lowrank": 1e-3}  # of what is unfrozen, if no other is given
+RANK = 8
 MAX_SEED = 2**32 - 1  # times a million and the step's number it is still below 2**53
 MAX_PARTS = 512  # and with a part's number above that, it fits torch's 64 bits
 
@@ -37,7 +39,13 @@ class Training:
             same time, with the same result. None: as many as there are processes. More parts need less memory; what is
             drawn or averaged for each part, such as the share in mixup, makes them another training.
         lr: Peak learning rate of what the method learns.
-        backbone_lr: Peak learning rate of the model itself; 0 keeps it frozen.
+        backbone_lr: Peak learning rate of the model itself; 0 keeps it frozen, or with `unfreeze` is that of `RATES`.
+        unfreeze: Fine-tune this of the model under its reduction, which learns nothing itself and takes tokens out as
+            at test time: "all", "head", "norms", or "lowrank" changes of the linear layers. None: what the method
+            learns is trained, in its own way, and with a `backbone_lr` all of the model too.
+        rank: Of the changes with unfreeze="lowrank"; None is `RANK`.
+        distill: With `unfreeze`, the weight of the divergence from the unpruned model as it was, from 0 to 1; the rest
+            is that of the cross-entropy to the labels. None is 1, which needs no labels.
         freeze_epochs: Epochs for which the model is kept frozen all the same.
         weight_decay: AdamW's, on weights and not on biases.
         label_smoothing: Of the cross-entropy, from 0 to below 1; the authors' is 0.1.
@@ -59,6 +67,9 @@ class Training:
     parts: int | None = None
     lr: float = 0.01
     backbone_lr: float = 0.0
+    unfreeze: Literal["all", "head", "norms", "lowrank"] | None = None
+    rank: int | None = None
+    distill: float | None = None
     freeze_epochs: int = 0
     weight_decay: float = 0.0
     label_smoothing: float = 0.0
@@ -99,8 +110,40 @@ class Training:
         for name in ("warmup", "label_smoothing", "ema", "drop_path"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)}: expected a share from 0 to below 1")
+        self._check_tuning()
         if self.amp not in ("auto", "none", "bf16", "fp16"):
             raise UsageError(f"amp={self.amp!r}: expected 'auto', 'none', 'bf16' or 'fp16'")
+
+    def _check_tuning(self) -> None:
+        """Fill in the rate of what is unfrozen, and refuse what does not go together."""
+        kind, kinds = self.unfreeze, ", ".join(map(repr, RATES))
+        if kind is None:
+            for name in ("rank", "distill"):
+                if getattr(self, name) is not None:
+                    raise UsageError(
+                        f"{name}={getattr(self, name)} without unfreeze; expected unfreeze, one of {kinds}"
+                    )
+            return
+        if kind not in RATES:
+            raise UsageError(f"unfreeze={kind!r}: expected one of {kinds}")
+        if self.rank is not None:
+            check_whole("rank", self.rank, 1)
+            if kind != "lowrank":
+                raise UsageError(f"rank={self.rank} with unfreeze={kind!r}; expected unfreeze='lowrank'")
+        share = self.share_of_kl
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise UsageError(f"distill={share}: expected a share from 0 to 1")
+        if self.lr != Training.lr:
+            raise UsageError(f"lr={self.lr} with unfreeze: the method learns nothing then; expected backbone_lr")
+        if self.freeze_epochs:
+            raise UsageError(f"freeze_epochs={self.freeze_epochs} with unfreeze: nothing learns meanwhile; expected 0")
+        if not self.backbone_lr:
+            object.__setattr__(self, "backbone_lr", RATES[kind])
+
+    @property
+    def share_of_kl(self) -> float:
+        """The weight of the divergence in fine-tuning."""
+        return 1.0 if self.distill is None else self.distill
 
     def on(self, device: torch.device) -> Training:
         """The same, with "auto" decided for a device."""

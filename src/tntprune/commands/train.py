@@ -12,16 +12,19 @@ from tntprune.console import (
     ImgSize,
     Json,
     Model,
+    Reducer,
     Root,
     Samples,
     Seed,
     Split,
+    Then,
     Weights,
     Workers,
     load,
     tell,
 )  # fmt: skip
-from tntprune.options import MethodOptions, config_from
+from tntprune.errors import UsageError
+from tntprune.options import MethodOptions, apply, config_from
 from tntprune.trainflags import Resume, SaveEvery, TensorBoard, TrainingFlags, Val
 
 
@@ -35,8 +38,13 @@ def train(
         ),
     ],
     out: Annotated[Path, tyro.conf.arg(metavar="RUN", help="where the reducer, the log and checkpoints go")],
-    method: Annotated[str, tyro.conf.arg(metavar="NAME", help="a method that learns")] = "tnt",
+    method: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="NAME", help="a method that learns (tnt), or with --unfreeze any", help_behavior_hint=""),
+    ] = None,
+    reducer: Reducer = None,
     reduction: MethodOptions = MethodOptions(),
+    then: Then = (),
     preset: Annotated[
         Literal["none", "short", "published"],
         tyro.conf.arg(
@@ -60,25 +68,42 @@ def train(
     resume: Resume = False,
     json: Json = False,
 ) -> int:
-    """Train what a method learns, on a frozen model or together with it.
+    """Train what a method learns, on a frozen model or together with it; or with --unfreeze fine-tune the model under a
+    reduction that is there, with the unpruned model as the teacher.
 
     Several processes: torchrun --nproc-per-node 8 -m tntprune train ...
     """
+    from dataclasses import replace
+
+    from tntprune.config import Random
     from tntprune.jobs import train_folder
     from tntprune.recipes import Recipe, changed, published, short
-    from tntprune.reduce import reduce_
+    from tntprune.reduce import reduce_, reduction_of
     from tntprune.runfolder import ended
     from tntprune.training import Training
     from tntprune.world import join
 
-    config = config_from(method, reduction)
-    recipe = {"none": lambda c: Recipe(c, Training()), "short": short, "published": published}[preset](config)
-    recipe = changed(recipe, {**vars(training), "seed": seed})
+    options = {**vars(training), "seed": seed}
+    tunes = options["unfreeze"] is not None
+    _check(tunes, method, reducer, then, preset)
+    if tunes:
+        recipe = changed(Recipe(Random(), Training()), options)  # what is wrong is told before a model is loaded
+    else:
+        config = config_from(method or "tnt", reduction)
+        recipe = {"none": lambda c: Recipe(c, Training()), "short": short, "published": published}[preset](config)
+        recipe = changed(recipe, options)
     world = join(device)
-    built = reduce_(load(model, weights, world.device(device), img_size), recipe.config)
+    built = load(model, weights, world.device(device), img_size)
+    if tunes:
+        built = apply(built, method, reducer, reduction, then)
+        recipe = replace(recipe, config=reduction_of(built).config)
+    else:
+        built = reduce_(built, recipe.config)
     about: dict[str, Any] = {"model": model, "weights": weights and str(weights.resolve())}
     if img_size is not None:
         about["img_size"] = list(img_size)
+    if reducer is not None:
+        about["reducer"] = str(Path(reducer).resolve()) if Path(reducer).exists() else reducer
     over = resume and ended(out) is not None
     found = train_folder(
         built, data, out, recipe, val=val, split=split, val_split=val_split, root=root, samples=samples,
@@ -90,3 +115,14 @@ def train(
     del told["path"]
     tell(json, told, f"the training had ended already: {found.path}" if over else str(found))
     return 0
+
+
+def _check(tunes: bool, method: str | None, reducer: str | None, then: tuple[str, ...], preset: str) -> None:
+    """Refuse what does not go with fine-tuning, or goes with nothing else."""
+    if not tunes and (reducer is not None or then):
+        what = "--then" if reducer is None else f"--reducer {reducer}"
+        raise UsageError(f"{what} without --unfreeze; expected --unfreeze norms, for example, or neither")
+    if tunes and method is None and reducer is None:
+        raise UsageError("--unfreeze, and nothing that removes tokens; expected --reducer RUN or --method tome too")
+    if tunes and preset != "none":
+        raise UsageError(f"--preset {preset} is for what a method learns, and with --unfreeze it learns nothing")
