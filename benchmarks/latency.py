@@ -1,0 +1,121 @@
+"""What a latency curve predicts, and what `tntprune bench` then measures. Writes docs/latency.md.
+
+python benchmarks/latency.py
+
+ViT-Tiny with random weights, which take as long as any. For each batch size and method a curve is measured first, and
+then the benchmark is run, on other reduced models than those that the curve has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+import tyro
+from tqdm import tqdm
+
+from tntprune import TNT, Random, ToMe
+from tntprune.bench.candidates import described
+from tntprune.bench.run import bench
+from tntprune.config import Config
+from tntprune.environment import stamp
+from tntprune.models import random_model
+from tntprune.search.latency import measure_latency
+from tntprune.storage import write
+
+MODEL = "vit_tiny_patch16_224"
+WANTED = 10  # percent that a prediction may be off
+
+
+def falling(r: int) -> tuple[int, ...]:
+    """What ToMe leaves of 196 patch tokens in each of 12 blocks where r go in each."""
+    return tuple(196 - r * block for block in range(1, 13))
+
+
+METHODS: dict[Config, list[Config]] = {  # what a curve is measured with, to what is predicted with it
+    TNT(at=2, keep=0.5): [
+        TNT(at=3, keep=0.5), TNT(at=(3, 4, 5), keep=0.7), TNT(at=(3, 4, 5), tokens=(150, 101, 67)),
+        TNT(at=3, keep=0.5, similar=25), TNT(at=3, keep=0.25),
+    ],
+    Random(at=2, keep=0.5): [Random(at=3, keep=0.5), Random(at=(3, 4, 5), keep=0.7)],
+    ToMe(r=10): [ToMe(tokens=falling(8)), ToMe(tokens=falling(13)), ToMe(at=(2, 4, 6, 8), tokens=(160, 120, 90, 70))],
+}  # fmt: skip
+
+
+def main(
+    batch_sizes: tuple[int, ...] = (1, 8),
+    dtype: str = "fp32",
+    seconds: float = 60.0,
+    rounds: int = 20,
+    page: Path = Path("docs/latency.md"),
+) -> None:
+    """Measure the curves, predict, measure, and write the page.
+
+    Args:
+        batch_sizes: Images at a time.
+        dtype: Of weights and images.
+        seconds: That a curve may take, about.
+        rounds: Passes of each reduced model in the benchmark.
+        page: The page to write.
+    """
+    model = random_model(MODEL)
+    lines, notes, took, slow = [], [], [], []
+    for batch in batch_sizes:
+        for number, (measured, configs) in enumerate(METHODS.items()):
+            begin = perf_counter()
+            curve = measure_latency(model, measured, batch_size=batch, dtype=dtype, seconds=seconds)
+            took.append(perf_counter() - begin)
+            predicted = [curve.predict(config) for config in configs]
+            found = bench(model, configs, batch_sizes=(batch,), dtypes=(dtype,), rounds=rounds)  # type: ignore[arg-type]
+            notes += [note for note in found.notes if note not in notes]
+            rows = {row.options: row for row in found.results if row.method == configs[0].method}
+            base = next(row for row in found.results if row.method == "unpruned")
+            if not number:
+                slow.append(f"Batch {batch}: {_slower(curve.slower())}")
+            for name, seconds_, row in [("unpruned", curve.unpruned, base)] + [
+                (described(config), told, rows[described(config)])
+                for config, told in zip(configs, predicted, strict=True)
+            ]:
+                off = 100 * (1000 * seconds_ / row.median_ms - 1)
+                speed = row.speedup or 1.0
+                lines.append(
+                    f"| {batch} | {name} | {1000 * seconds_:.1f} | {row.median_ms:.1f} | {off:+.1f} % | "
+                    f"{curve.unpruned / seconds_:.2f} | {speed:.2f} |"
+                )
+                tqdm.write(lines[-1])
+    text = PAGE.format(
+        model=MODEL, rows="\n".join(lines), stamp=stamp(), dtype=dtype, rounds=rounds, longest=max(took),
+        slower="\n\n".join(slow), notes="\n\n".join(notes), wanted=WANTED,
+    )  # fmt: skip
+    write(page, (text.rstrip() + "\n").encode())
+
+
+def _slower(counts: dict[int, int]) -> str:
+    """Numbers of tokens that are slower than larger ones, as a sentence."""
+    pairs: Sequence[str] = [f"{count} than {larger}" for count, larger in counts.items()]
+    return f"slower than a larger number: {', '.join(pairs)}." if pairs else "none is slower than a larger one."
+
+
+PAGE = """# Latency, predicted and measured
+
+`{model}` with random weights, {dtype}. For each batch size and method a curve is measured first: the time of a block
+at many numbers of tokens, of the method's own steps, and of what is around the blocks; each took at most
+{longest:.0f} s. From the numbers of tokens alone it then predicts the time of reduced models that it has not seen,
+and `tntprune bench` measures them, eagerly, {rounds} rounds in turns. A prediction may be {wanted} % off.
+
+Written by `python benchmarks/latency.py` on {stamp}.
+
+| batch | reduction | predicted ms | measured ms | off | predicted speed-up | measured |
+|---:|---|---:|---:|---:|---:|---:|
+{rows}
+
+Numbers of patch tokens with which a block takes at least 3 % longer than with a larger number, and the fastest of
+those. {slower}
+
+{notes}
+"""
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

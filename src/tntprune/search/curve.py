@@ -1,0 +1,304 @@
+"""A curve of time against tokens, and what it says of a config: pure numbers, nothing is run."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tntprune.config import Config
+from tntprune.errors import UsageError, UserError
+from tntprune.schedule import Place, Step, schedule
+from tntprune.storage import write
+
+if TYPE_CHECKING:
+    from torch import nn
+
+VERSION = 1  # raised when a field changes its meaning
+MARGIN = 0.03  # by which a number of tokens has to be slower than a larger one to be told
+FREE = {  # options that change how many tokens go and where, which ones, or how a method learns, and no step's time
+    "at", "keep", "tokens", "r", "decreasing", "similar", "order", "noise_blocks", "noise_at", "capacity",
+    "noise_scale", "stream_norm", "beta", "objective", "anneal",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds at measured numbers of patch tokens, ascending, with straight lines between; it may rise and fall."""
+
+    counts: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, count: int) -> float:
+        """Seconds with so many patch tokens; beyond the ends what is measured there."""
+        right = bisect_right(self.counts, count)
+        if right == 0 or self.counts[right - 1] == count or right == len(self.counts):
+            return self.seconds[max(0, right - 1)]
+        left = right - 1
+        share = (count - self.counts[left]) / (self.counts[right] - self.counts[left])
+        return self.seconds[left] + share * (self.seconds[right] - self.seconds[left])
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of one kind of step: a polynomial of second degree in the tokens that enter, are ranked and leave.
+
+    Args:
+        weights: Of `features`.
+        least: Below which no step of the kind comes.
+        sized: Whether it leaves tokens that stand for several.
+    """
+
+    weights: tuple[float, ...]
+    least: float
+    sized: bool
+
+    def at(self, step: Step) -> float:
+        """Seconds of one step."""
+        return max(self.least, sum(w * f for w, f in zip(self.weights, features(step), strict=True)))
+
+
+def features(step: Step) -> tuple[float, ...]:
+    """What a step's time is a sum of. Work is done for each token, each pair of tokens, and each halving."""
+    e, k, n = step.entering / 100, step.ranked / 100, step.leaving / 100
+    halvings = math.ceil(math.log2(max(1.0, step.entering / step.leaving)) - 1e-9)
+    return (1.0, e, k, n, e * e, k * k, n * n, e * k, e * n, k * n, float(halvings))
+
+
+def kind(step: Step) -> str:
+    """What is done in a step, as far as the numbers tell."""
+    similar, ranked = step.leaving < step.ranked, step.ranked < step.entering
+    return "both" if similar and ranked else "similar" if similar else "ranked"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is known of one method.
+
+    Args:
+        method: Its name.
+        options: Those that its steps' time depends on.
+        sees: What it looks at of a block's attention where it acts.
+        proportional: Whether the sizes of merged tokens count in attention.
+        groups: Blocks by number, to the first of those at which its steps are alike.
+    """
+
+    method: str
+    options: dict[str, Any]
+    sees: str
+    proportional: bool
+    groups: dict[int, int]
+
+    def group(self, block: int) -> int:
+        """The group of a block; of one at which it could not be tried, that of the nearest."""
+        return self.groups[min(self.groups, key=lambda known: abs(known - block))]
+
+
+def timed_options(config: Config) -> dict[str, Any]:
+    """The options of a config that its steps' time depends on."""
+    return {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in FREE}
+
+
+@dataclass(frozen=True)
+class LatencyCurve:
+    """Time against the number of tokens, of one model, batch size and precision on one machine.
+
+    Args:
+        about: What was measured and on what, by name.
+        date: When.
+        patches: Patch tokens of the unpruned model.
+        depth: Its blocks.
+        unpruned: Seconds for one batch of the unpruned model.
+        around: The embedding and the head, by the tokens that are left at the end.
+        blocks: One block: "whole"; or its halves "mlp" and "attention", the latter also with " map" where a method
+            works on the whole map and with " biased" where the sizes of merged tokens count.
+        parts: The methods whose steps were measured.
+        steps: Their steps, by method, group of blocks and `kind`.
+        walk: What a reduced model takes longer than the unpruned one before any step is taken.
+        step_factor: How much longer steps take between blocks than on their own.
+    """
+
+    about: dict[str, Any]
+    date: str
+    patches: int
+    depth: int
+    unpruned: float
+    around: Line
+    blocks: dict[str, Line]
+    parts: tuple[Part, ...]
+    steps: dict[str, StepCost]
+    walk: float = 0.0
+    step_factor: float = 1.0
+
+    def predict(self, config: Config) -> float:
+        """Seconds for one batch of the model with a reduction on it. Nothing is run; about 0.1 ms for each call.
+
+        The parts are scaled so that without a step they add up to the unpruned model's own time.
+
+        Args:
+            config: Of the method whose steps were measured, with any places and counts, and any `similar`.
+
+        Raises:
+            UsageError: the config does not fit the model, or is of a method that was not measured.
+        """
+        blocks, steps = self.split(config)
+        return self.scale * (blocks + self.step_factor * steps) + self.walk
+
+    @property
+    def scale(self) -> float:
+        """The unpruned model's own time over the sum of its parts."""
+        return self.unpruned / (self.around.at(self.patches) + self.depth * self.blocks["whole"].at(self.patches))
+
+    def split(self, config: Config) -> tuple[float, float]:
+        """Seconds of the blocks with what is around them, and of the steps, both before they are scaled."""
+        configs: Sequence[Config] = getattr(config, "parts", [config])
+        parts = [self._part(one) for one in configs]
+        plan = {step.place: step for step in schedule(configs, self.patches, self.depth)}
+        own, count, biased = 0.0, self.patches, False
+        total = 0.0
+
+        def act(place: Place) -> None:
+            nonlocal own, count, biased
+            if (step := plan.get(place)) is not None:
+                cost = self._step(parts[step.part], step)
+                own, count = own + cost.at(step), step.leaving
+                biased = biased or (cost.sized and any(part.proportional for part in parts))
+
+        act(Place(0))
+        for block in range(1, self.depth + 1):
+            inside, after = Place(block, inside=True), Place(block)
+            seen = [parts[plan[place].part].sees for place in (inside, after) if place in plan]
+            if not any(seen) and not biased and inside not in plan:
+                total += self.blocks["whole"].at(count)
+            else:
+                name = attention("map" in seen, biased)
+                if name not in self.blocks:
+                    raise UsageError(f"the latency curve has no {name}; expected one measured for {configs[0].method}")
+                total += self.blocks[name].at(count)
+                act(inside)
+                total += self.blocks["mlp"].at(count)
+            act(after)
+        return total + self.around.at(count), own
+
+    def _part(self, config: Config) -> Part:
+        options = json.loads(json.dumps(timed_options(config)))
+        same = [part for part in self.parts if part.method == config.method]
+        for part in same:
+            if part.options == options:
+                return part
+        if not same:
+            known = " and ".join(part.method for part in self.parts)
+            raise UsageError(f"the latency curve was measured for {known}, not {config.method}; measure it again")
+        name = next(name for name in {**same[0].options, **options} if same[0].options.get(name) != options.get(name))
+        raise UsageError(
+            f"the latency curve was measured for {config.method} with {name}={same[0].options.get(name)}, "
+            f"not {options.get(name)}; measure it again"
+        )
+
+    def _step(self, part: Part, step: Step) -> StepCost:
+        name = step_name(part, step)
+        if name not in self.steps:
+            raise UsageError(f"the latency curve has no {kind(step)} step of {part.method}; measure it again")
+        return self.steps[name]
+
+    def slower(self) -> dict[int, int]:
+        """Patch tokens with which a block takes longer than with more, to the fastest larger number."""
+        line = self.blocks["whole"]
+        found: dict[int, int] = {}
+        best = len(line.counts) - 1
+        for number in range(len(line.counts) - 2, -1, -1):
+            if line.seconds[best] < (1 - MARGIN) * line.seconds[number]:
+                found[line.counts[number]] = line.counts[best]
+            if line.seconds[number] < line.seconds[best]:
+                best = number
+        return dict(sorted(found.items()))
+
+    def check(self, model: nn.Module, config: Config, *, batch_size: int = 1, dtype: str = "fp32") -> None:
+        """Refuse to be used for anything else than what was measured.
+
+        Raises:
+            UserError: another model, batch size, precision, device, number of threads, machine or versions, in one
+                line.
+            UsageError: another method.
+        """
+        from tntprune.search.latency import about
+
+        wanted = about(model, batch_size, dtype)
+        for name, value in wanted.items():
+            if self.about.get(name) != value:
+                what = f"{name.replace('_', ' ')} {self.about.get(name)}"
+                raise UserError(f"the latency curve is for {what}, and {value} is asked for; measure it again")
+        for one in getattr(config, "parts", [config]):
+            self._part(one)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {"version": VERSION, **json.loads(json.dumps(asdict(self)))}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> LatencyCurve:
+        """From what `to_dict` made.
+
+        Raises:
+            UserError: it is none, or of another version.
+        """
+        data = dict(data) if isinstance(data, dict) else {}
+        version = data.pop("version", None)
+        if version != VERSION:
+            raise UserError(f"no latency curve that this tntprune reads (version {version}); measure it again")
+        try:
+            data["around"] = _line(data["around"])
+            data["blocks"] = {name: _line(line) for name, line in data["blocks"].items()}
+            data["parts"] = tuple(
+                Part(**{**part, "groups": {int(a): int(b) for a, b in part["groups"].items()}})
+                for part in data["parts"]
+            )
+            data["steps"] = {
+                name: StepCost(tuple(cost["weights"]), cost["least"], cost["sized"])
+                for name, cost in data["steps"].items()
+            }
+            return cls(**data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"a broken latency curve ({type(error).__name__}: {error}); measure it again") from None
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, whole or not at all.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        write(path, json.dumps(self.to_dict(), indent=1).encode())
+
+    @classmethod
+    def load(cls, path: Path) -> LatencyCurve:
+        """Read what `save` wrote; `check` tells whether it can be used.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        try:
+            return cls.from_dict(json.loads(path.read_text()))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); expected a latency curve") from None
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+        except ValueError:  # no JSON, or no text
+            raise UserError(f"{path}: no JSON; expected a latency curve") from None
+
+
+def attention(map: bool, biased: bool) -> str:
+    """The name of a block's first half."""
+    return "attention" + " map" * map + " biased" * biased
+
+
+def step_name(part: Part, step: Step) -> str:
+    """The name of a kind of step."""
+    return f"{part.method} {part.group(step.place.block)} {kind(step)}"
+
+
+def _line(data: dict[str, Any]) -> Line:
+    return Line(tuple(data["counts"]), tuple(data["seconds"]))
