@@ -27,7 +27,7 @@ class Beside(Method):
         self._schedule = other._schedule  # type: ignore[method-assign]  # before it is asked for
         super().__init__(other.config, other.layout)
 
-    def bias(self, tokens: Tokens) -> torch.Tensor | None:
+    def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         return None
 
     def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:

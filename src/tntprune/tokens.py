@@ -86,7 +86,7 @@ def take(tokens: Tokens, keep: torch.Tensor) -> Tokens:
         x=pick(tokens.x, place),  # (B, prefix + k, D)
         index=tokens.index.gather(1, keep),  # (B, k)
         size=None if tokens.size is None else tokens.size.gather(1, keep),
-        source=None if tokens.source is None else _follow(tokens.source, keep, None, tokens.count),
+        source=None if tokens.source is None else follow(tokens.source, keep, None, tokens.count),
     )
 
 
@@ -137,7 +137,7 @@ def merge(tokens: Tokens, stay: torch.Tensor, into: torch.Tensor, source: torch.
     if carrier is not None:
         new = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
         old, new = torch.cat([keep, source], 1), torch.cat([new, target + alone], 1)  # (B, a + b + r)
-        carrier = _follow(carrier, old, new, tokens.count)
+        carrier = follow(carrier, old, new, tokens.count)
     return replace(kept, size=torch.cat([kept.size[:, :alone], total], 1), source=carrier)
 
 
@@ -211,7 +211,7 @@ def order(n: int, seed: int, device: torch.device | None = None) -> torch.Tensor
     return shuffled(torch.arange(n, device=device), seed).argsort()
 
 
-def _follow(source: torch.Tensor, old: torch.Tensor, new: torch.Tensor | None, count: int) -> torch.Tensor:
+def follow(source: torch.Tensor, old: torch.Tensor, new: torch.Tensor | None, count: int) -> torch.Tensor:
     """`source` (B, N) after tokens at the `old` positions, of `count`, went to the `new` ones, and the rest went away.
 
     Without `new` they stand in the order of `old`.

@@ -176,7 +176,7 @@ class Reduced:
     def narrowed(self, tokens: Tokens, number: int, places: Any) -> Tokens:
         """A block for the prefix tokens alone, which see all the others: (B, prefix + n, D) to (B, prefix, D)."""
         halves, prefix = self.halves(number, places), tokens.prefix
-        heads = halves.open(tokens.x, self.reduction.bias(tokens)).first(prefix)
+        heads = halves.open(tokens.x, self.reduction.bias(tokens, number)).first(prefix)
         return replace(tokens, x=halves.mlp(halves.close(tokens.x[:, :prefix], heads.output())))
 
     def twice(self, images: torch.Tensor, whole: bool, narrow: bool) -> tuple[Tokens | None, Tokens]:
@@ -209,7 +209,7 @@ class Reduced:
             The tokens that the block computed, and what is left of them after it.
         """
         reduction = self.reduction
-        sees, bias = reduction.sees(number, plan), reduction.bias(tokens)
+        sees, bias = reduction.sees(number, plan), reduction.bias(tokens, number)
         if self.trace is not None:
             self.trace.count(tokens)
         inside = Place(number, inside=True)

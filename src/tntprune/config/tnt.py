@@ -14,11 +14,15 @@ from tntprune.schedule import Place, Step, Turn
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {
         "noise_at": "all", "capacity": "one", "noise_scale": "one", "stream_norm": True, "beta": 0.02,
-        "score_norm": False, "objective": "ce",
+        "score_norm": False, "objective": "ce", "how": "drop", "rehearsal": 0.0,
     },
     "relative": {
         "noise_at": "one", "capacity": "drawn", "noise_scale": "rms", "stream_norm": False, "beta": 1.0,
-        "score_norm": True, "objective": "kl",
+        "score_norm": True, "objective": "kl", "how": "drop", "rehearsal": 0.0,
+    },
+    "merge": {
+        "noise_at": "one", "capacity": "drawn", "noise_scale": "image", "stream_norm": False, "beta": 0.5,
+        "score_norm": True, "objective": "kl", "how": "merge", "rehearsal": 0.4,
     },
 }  # fmt: skip
 
@@ -30,10 +34,20 @@ class TNT(Config):
 
     In training the patch tokens x_i that leave a noisy block become
     ``x_i + beta * s_i * (1 - min(1, c * alpha_i)) * eps_i`` with alpha the softmax of the scores over patch tokens;
-    at test time the tokens with the largest scores stay. An option left at None takes the recipe's value.
+    at test time the tokens with the largest scores stay, or, where `how` says so, those that are relevant and unlike
+    any more relevant one, with the others merged into them. An option left at None takes the recipe's value.
 
     Args:
-        similar: Tokens removed for being similar to a kept one; 0 turns the step off. Where fewer can go (at most
+        how: "drop" what does not stay, or "merge" it into the most similar token that stays. None: the recipe's, but
+            "drop" where `similar` is given.
+        inside: Act between a block's attention and its MLP, in training too, instead of after the block.
+        metric: What is compared where tokens are merged: the tokens, "x", or the "mean" over heads of the keys of the
+            block's attention, which is cheaper.
+        relevance: Where tokens are merged, one stays for 1 - its cosine to the most similar token of a higher score
+            + relevance * its score, standardised in its image + crowding * log of the patches that it stands for.
+        crowding: See `relevance`.
+        proportional: Merged tokens count in attention by their size, to a power that is learned for each block.
+        similar: Tokens dropped for being similar to a kept one; 0 turns the step off. Where fewer can go (at most
             as many as stay), fewer go: the number that stays is always what `keep` or `tokens` says.
         similar_at: "score" removes them after each ranking (top n + similar, then similar are removed), "start"
             once before block 1. None: "score" with one location, "start" with several, as in the paper.
@@ -41,42 +55,52 @@ class TNT(Config):
             "sequential" (by rank: the better half is compared with the worse one; in the grid's order at "start").
         similar_how: "drop" the similar tokens or "merge" each into its match.
         order: Seed of the random partition.
-        recipe: "relative" (ours, better on a short training) or "paper" (the authors' released code).
+        recipe: "merge" (ours), "relative" (ours, with dropping as in the paper) or "paper" (the authors' code).
         scorer: "linear" or "mlp" (D, hidden, GELU, 1).
         hidden: Width of the MLP scorer; None is twice the embedding width, derived from the paper's DeiT-Tiny figures.
-        noise_blocks: Blocks whose output gets noise in training, each with a scorer; None is 1 to 5, or fewer in a
-            model with fewer blocks. 0 is the patch embedding.
+        noise_blocks: Blocks whose output gets noise in training, each with a scorer; None is 1 to 5, and on to the last
+            location where that lies beyond, or fewer in a model with fewer blocks. 0 is the patch embedding.
         noise_at: In training, noise after "all" of these blocks at once, or after "one" of them, drawn for each batch,
             so that every scorer learns from the features that it will see.
         capacity: Number of tokens that can pass free of noise: "one", a share of the tokens in (0, 1], or "drawn",
             a share drawn uniformly from [0.1, 0.9] for each batch and block.
-        noise_scale: Noise in units of "one" or of each token's root mean square, "rms".
+        noise_scale: Noise in units of "one" or of each token's root mean square, "rms"; or "image": the token gives way
+            to the mean of its image's tokens, with noise in units of their standard deviation, in each dimension.
         stream_norm: In training a non-affine LayerNorm replaces the residual stream, prefix tokens included, before
             noise is added, as in the authors' code.
-        beta: Standard deviation of the noise, above 0.
+        beta: Standard deviation of the noise, above 0; with noise_scale="image" 0 is the mean alone.
         score_norm: Scores are computed from a non-affine LayerNorm of the tokens.
         objective: "ce", cross-entropy to the labels (of the CLS head alone on distilled models), or "kl", divergence
             from the unpruned model, which needs no labels.
+        rehearsal: Share of the batches in training, drawn, in which there is no noise and tokens go as they do at test
+            time, each time another share of them.
     """
 
+    how: Literal["drop", "merge"] | None = option(None, "drop what does not stay, or merge it into what does")
+    inside: bool = option(False, "act between attention and MLP, or after the block", learned=True)
+    metric: Literal["x", "mean"] = option("x", "compare tokens, or the mean of the heads' keys")
+    relevance: float = option(0.1, "weight of the score beside likeness, where tokens are merged")
+    crowding: float = option(0.03, "weight of the size of what was merged before")
+    proportional: bool = option(True, "let merged tokens count in attention by their size")
     similar: int = option(0, "tokens removed for being similar to a kept one")
     similar_at: Literal["score", "start"] | None = option(None, "remove similar tokens after the score or at the start")
     partition: Literal["random", "sequential"] = option("random", "how the similarity step splits the tokens")
     similar_how: Literal["drop", "merge"] = option("drop", "drop similar tokens, or merge each into its match")
     order: int = option(0, "seed of the random partition")
-    recipe: Literal["relative", "paper"] = option("relative", "the default of each option below", learned=True)
+    recipe: Literal["merge", "relative", "paper"] = option("merge", "the default of each option below", learned=True)
     scorer: Literal["linear", "mlp"] = option("linear", "the scorer", learned=True)
     hidden: int | None = option(None, "width of the mlp scorer (twice the embedding's)", learned=True)
     noise_blocks: int | Sequence[int] | None = option(
-        None, "blocks whose output gets noise in training (1 to 5)", learned=True
+        None, "blocks whose output gets noise in training (1 to 5, or to the last location)", learned=True
     )
     noise_at: Literal["all", "one"] | None = option(None, "noise after all of these at once, or one for each batch")
     capacity: float | Literal["one", "drawn"] | None = option(None, "tokens free of noise: one, drawn, or a share")
-    noise_scale: Literal["one", "rms"] | None = option(None, "unit of the noise")
+    noise_scale: Literal["one", "rms", "image"] | None = option(None, "unit of the noise")
     stream_norm: bool | None = option(None, "normalise the residual stream in training, as the authors' code does")
     beta: float | None = option(None, "standard deviation of the noise")
     score_norm: bool | None = option(None, "score a LayerNorm of the tokens", learned=True)
     objective: Literal["ce", "kl"] | None = option(None, "train against labels, or against the unpruned model")
+    rehearsal: float | None = option(None, "share of the training's batches in which tokens really go")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,16 +112,33 @@ class TNT(Config):
         check(is_int(self.similar) and self.similar >= 0, f"similar={self.similar}: expected 0 or more tokens")
         check(is_int(self.order) and self.order >= 0, f"order={self.order}: expected a whole number, 0 or larger")
         check_words(
-            self, "similar_at", "partition", "similar_how", "recipe", "scorer", "noise_at", "noise_scale", "objective"
-        )
+            self, "how", "metric", "similar_at", "partition", "similar_how", "recipe", "scorer", "noise_at",
+            "noise_scale", "objective",
+        )  # fmt: skip
         check(self.noise_blocks != (), "noise_blocks: none given; expected at least one block")
         width = self.hidden is None or (is_int(self.hidden) and self.hidden > 0)
         check(width, f"hidden={self.hidden}: expected a width above 0")
         check(
             self.hidden is None or self.scorer == "mlp", f"hidden={self.hidden}: the linear scorer has no hidden layer"
         )
-        check_flags(self, "stream_norm", "score_norm")
-        check(self.beta is None or (is_number(self.beta) and self.beta > 0), f"beta={self.beta}: expected above 0")
+        check_flags(self, "stream_norm", "score_norm", "inside", "proportional")
+        for name in ("relevance", "crowding"):
+            value = getattr(self, name)
+            check(is_number(value) and value >= 0, f"{name}={value}: expected a number, 0 or larger")
+        none = (self.noise_scale or RECIPES[self.recipe]["noise_scale"]) == "image"  # which the mean alone can be
+        least = self.beta is None or (is_number(self.beta) and (self.beta > 0 or (none and self.beta == 0)))
+        check(least, f"beta={self.beta}: expected {'0 or more' if none else 'above 0'}")
+        over = self.rehearsal is None or (is_number(self.rehearsal) and 0 <= self.rehearsal < 1)
+        check(over, f"rehearsal={self.rehearsal}: expected a share from 0 to below 1")
+        lost = bool(self.rehearsal) and not self.merges
+        check(not lost, f"rehearsal={self.rehearsal}: nothing is learned from dropping; expected 0, or how='merge'")
+        check(
+            not (self.similar and self.how == "merge"),
+            f"similar={self.similar}: with how='merge' what is similar is merged already; expected similar=0, or "
+            "how='drop'",
+        )
+        seen = not (self.metric == "mean" or self.inside)
+        check(seen or 0 not in self.locations, "at=0: no block has been seen; expected at=1 and up, or metric='x'")
         share = is_number(self.capacity) and 0 < self.capacity <= 1  # type: ignore[operator]
         check(
             share or self.capacity in (None, "one", "drawn"),
@@ -112,7 +153,27 @@ class TNT(Config):
     def resolved(self) -> TNT:
         """The same config with every None that the recipe fills in filled in."""
         gaps = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
-        return replace(self, **gaps, similar_at=self.similar_when)
+        if not self.merges:
+            gaps["rehearsal"] = 0.0  # nothing is learned from dropping
+        return replace(self, **{**gaps, "how": self.what, "similar_at": self.similar_when})
+
+    @property
+    def what(self) -> Literal["drop", "merge"]:
+        """`how`, decided where it was left open."""
+        return self.how or ("drop" if self.similar else RECIPES[self.recipe]["how"])
+
+    @property
+    def merges(self) -> bool:
+        """Whether what does not stay is merged into what does."""
+        return self.what == "merge"
+
+    @property
+    def is_inside(self) -> bool:
+        return self.inside
+
+    @property
+    def reads(self) -> bool:
+        return self.merges and self.metric == "mean"
 
     @property
     def similar_when(self) -> Literal["score", "start"]:

@@ -61,7 +61,7 @@ class AdaptiveTokens(Method):
         """Whether a token with such a sum of halting scores has not halted."""
         return total <= 1 - self.config.epsilon
 
-    def bias(self, tokens: Tokens) -> torch.Tensor | None:
+    def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         state = tokens.state
         if not isinstance(state, Halting) or not state.masked:
             return None

@@ -113,8 +113,8 @@ class Method(nn.Module):
         after = Place(first, inside=True) not in plan and not self.sees(first, plan)
         return first if after else first - 1
 
-    def bias(self, tokens: Tokens) -> torch.Tensor | None:
-        """What is added to the logits of each key in a block's attention, (B, 1, 1, prefix + n), or None."""
+    def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
+        """What is added to the logits of each key in one block's attention, (B, 1, 1, prefix + n), or None."""
         if tokens.size is None or not (self.proportional or self.config.variable):
             return None
         return log_size(tokens.size, tokens.prefix, self.proportional)

@@ -65,10 +65,11 @@ class Combined(Method):
     def begins(self, plan: Plan) -> int:
         return min(part.begins(self.part(number, plan)) for number, part in enumerate(self.parts))
 
-    def bias(self, tokens: Tokens) -> torch.Tensor | None:
+    def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         if self.training and self.learner is not None:
-            return self.parts[self.learner].bias(tokens)
-        return super().bias(tokens)
+            return self.parts[self.learner].bias(tokens, block)
+        own = next((part for part in self.parts if part.proportional and part.trains), None)  # it has learned how
+        return super().bias(tokens, block) if own is None else own.bias(tokens, block)
 
     def attend(self, heads: Heads, tokens: Tokens) -> torch.Tensor:
         own = self.parts[self.learner] if self.training and self.learner is not None else None

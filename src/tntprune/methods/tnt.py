@@ -1,21 +1,25 @@
-"""Training Noise Token pruning: scorers that learn where noise hurts, and drop what scored least.
+"""Training Noise Token pruning: scorers that learn where noise hurts; what scored least is dropped or merged.
 
 Source: the paper's section 3; where its text and its authors' code differ, `recipe="paper"` follows the code.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tntprune.attention import Heads
+from tntprune.attention import Heads, log_size
 from tntprune.config import TNT
 from tntprune.errors import UsageError
 from tntprune.methods.base import Layout, Method, Plan, implements, top
+from tntprune.methods.folding import choose, fold, standardised
 from tntprune.methods.similar import halves, remove_similar
 from tntprune.schedule import Place, Step
 from tntprune.tokens import Tokens, order, take
@@ -49,7 +53,7 @@ class Scorer(nn.Module):
 
 @implements(TNT)
 class TrainingNoise(Method):
-    """TNT on one backbone: noise while the module is in training mode, dropping otherwise."""
+    """TNT on one backbone: noise while the module is in training mode, and fewer tokens otherwise."""
 
     trains = True
     config: TNT
@@ -58,11 +62,16 @@ class TrainingNoise(Method):
         super().__init__(config, layout)
         self.options = config.resolved
         self.ce, self.kl = (1.0, 0.0) if self.options.objective == "ce" else (0.0, 1.0)
-        noisy = config.noise_blocks
-        blocks: tuple[int, ...] = tuple(range(1, min(5, layout.depth - 1) + 1)) if noisy is None else noisy  # type: ignore[assignment]
+        last = max(5, *config.locations)
+        blocks: tuple[int, ...] = tuple(range(1, min(last, layout.depth - (not config.inside)) + 1))
+        if config.noise_blocks is not None:
+            blocks = config.noise_blocks  # type: ignore[assignment]
         for block in blocks:
-            if block >= layout.depth:
-                raise UsageError(f"noise_blocks: {block} given; the model has {layout.depth} blocks, expected less")
+            if not (0 < block <= layout.depth if config.inside else block < layout.depth):
+                expected = f"1 to {layout.depth}" if config.inside else "less"
+                raise UsageError(
+                    f"noise_blocks: {block} given; the model has {layout.depth} blocks, expected {expected}"
+                )
         for at in config.locations:
             if at not in blocks:
                 raise UsageError(
@@ -76,15 +85,52 @@ class TrainingNoise(Method):
         for step in self._own.values():
             if step.leaving < step.ranked:
                 self.register_buffer(f"order{step.ranked}", order(step.ranked, config.order), persistent=False)
+        if config.merges:
+            self.weights = nn.ParameterDict(
+                {str(block): torch.full((), 0.4) for block in blocks}
+            )  # of a score in means
+            self.powers = nn.Parameter(torch.full((layout.depth,), 0.6))  # of a size in each block's attention
+        self.proportional = config.merges and config.proportional
 
     def plan(self, patches: int) -> Plan:
-        """In training, the blocks that get noise in this pass; a draw on the CPU, which no device has to wait for."""
+        """In training, where there is noise in this pass, or where tokens go while that is rehearsed.
+
+        Draws are made on the CPU, which no device has to wait for.
+        """
         if not self.training:
             return super().plan(patches)
-        noisy = [int(block) for block in self.scorers]
+        noisy = [Place(int(block), self.config.inside) for block in self.scorers]
+        if self.layout.pool == "token" and len(noisy) > 1:  # nothing reads patches behind the last block's attention
+            noisy = [place for place in noisy if place.block < self.layout.depth]
+        drawn = noisy[int(torch.randint(len(noisy), (), device="cpu"))]
+        assert self.options.rehearsal is not None  # the recipe has filled it in
+        if float(torch.rand((), device="cpu")) < self.options.rehearsal:
+            several = self.config.places(self.layout.depth)
+            if plan := self.rehearsed(several if len(several) > 1 else (drawn,), patches):
+                return plan
         if self.options.noise_at == "one":
-            noisy = [noisy[int(torch.randint(len(noisy), (), device="cpu"))]]
-        return {Place(block): Step(Place(block), patches, patches, patches) for block in noisy}
+            noisy = [drawn]
+        return {place: Step(place, patches, patches, patches) for place in noisy}
+
+    def rehearsed(self, places: Sequence[Place], patches: int) -> Plan:
+        """Steps to a drawn share of all tokens in the end, of which each place keeps an equal share."""
+        final = math.exp(float(torch.empty((), device="cpu").uniform_(math.log(0.08), math.log(0.7))))
+        steps, count = [], patches
+        for number, place in enumerate(places, 1):
+            stay = min(count, max(1, round(patches * final ** (number / len(places)))))
+            if stay < count:
+                steps.append(Step(place, count, stay, stay))
+            count = stay
+        return {step.place: step for step in steps}
+
+    def sees(self, block: int, plan: Plan) -> Literal["", "heads", "map"]:
+        step = plan.get(Place(block, self.config.inside))
+        return "heads" if self.config.reads and step is not None and step.leaving < step.entering else ""
+
+    def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
+        if tokens.size is None or not self.proportional:
+            return None
+        return log_size(tokens.size, tokens.prefix, True) * self.powers[block - 1].float()
 
     def score(self, tokens: Tokens, block: int) -> torch.Tensor:
         """Raw scores (B, n) in fp32 whatever the precision around them; relevance alpha is their softmax (Eq. 4)."""
@@ -106,6 +152,10 @@ class TrainingNoise(Method):
         scale = options.beta * noise[:, :, None]  # (B, n, 1), a standard deviation
         if options.noise_scale == "rms":
             scale = scale * patches.detach().float().square().mean(2, keepdim=True).sqrt()
+        if options.noise_scale == "image":
+            mean, spread = patches.mean(1, keepdim=True), patches.detach().float().std(1, keepdim=True)  # (B, 1, D)
+            patches = torch.lerp(patches, mean, noise[:, :, None].to(x.dtype))
+            scale = scale * spread
         noisy = patches + scale.to(x.dtype) * torch.randn_like(patches)
         return replace(tokens, x=torch.cat([prefix, noisy], 1))
 
@@ -119,14 +169,26 @@ class TrainingNoise(Method):
         return tokens.count * share  # type: ignore[operator]
 
     def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
-        if self.training:
+        if step.leaving == step.entering:
             return self.add_noise(tokens, step.place.block)
-        if step.place.block in self.config.locations:
+        if self.config.merges:
+            return self.merge(tokens, step, heads)
+        if self.training or step.place.block in self.config.locations:
             tokens = take(tokens, top(self.score(tokens, step.place.block), step.ranked))  # the best first
         if step.leaving < step.ranked:
             groups = self.groups(step.ranked, tokens.x.device)
             tokens = remove_similar(tokens, step.ranked - step.leaving, groups, self.config.similar_how == "merge")
         return tokens
+
+    def merge(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+        """Fewer tokens, each with what went folded in; while it is rehearsed, gradients reach all that is learned."""
+        score = standardised(self.score(tokens, step.place.block))
+        compared = tokens.patches
+        if self.config.metric == "mean":
+            assert heads is not None
+            compared = heads.key[:, :, tokens.prefix :].float().mean(1)  # (B, n, head_dim)
+        found = choose(score, compared, tokens.size, step.leaving, self.config.relevance, self.config.crowding)
+        return fold(tokens, *found, (self.weights[str(step.place.block)].float() * score).exp())
 
     def groups(self, count: int, device: torch.device) -> torch.Tensor:
         """The order (count,) whose first half is the group that loses tokens."""
@@ -141,7 +203,20 @@ class TrainingNoise(Method):
             layers = self.scorers[str(step.place.block)].layers
             per_token = sum(layer.weight.numel() for layer in layers)  # type: ignore[union-attr]
             cost += step.entering * (per_token + 5 * self.layout.embed_dim * bool(self.options.score_norm))
+        if self.config.merges:
+            layout = self.layout
+            width = layout.embed_dim if self.config.metric == "x" else layout.attn_dim // layout.heads
+            return cost + step.entering**2 * width + (step.entering - step.leaving) * layout.embed_dim
         if step.leaving < step.ranked:
             first, second = halves(torch.arange(step.ranked))
             cost += len(first) * len(second) * self.layout.embed_dim
         return cost
+
+    @classmethod
+    def obstacle(cls, layout: Layout, config: TNT | None = None) -> str | None:  # type: ignore[override]
+        if layout.opens or config is None or not (config.merges or config.inside):
+            return None
+        wanted = {"inside": False, "metric": "x", "proportional": False}
+        others = [f"{name}={value!r}" for name, value in wanted.items() if getattr(config, name) != value]
+        why = "its blocks cannot be opened to act inside them, to compare keys or to let sizes count in attention"
+        return f"{why}; {', '.join(others)} would do" if others else None

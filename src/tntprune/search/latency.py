@@ -197,7 +197,7 @@ def _chain(tower: Reduced, kind: str, tokens: Tokens, everywhere: Any) -> Call:
         x = tokens.x
         for number in numbers:
             halves = tower.halves(number, places)
-            heads = halves.open(x, tower.reduction.bias(tokens))
+            heads = halves.open(x, tower.reduction.bias(tokens, number))
             if "map" in kind:
                 heads = replace(heads, attention=heads.map())
             x = halves.close(x, tower.reduction.attend(heads, tokens))

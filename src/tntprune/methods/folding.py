@@ -1,0 +1,97 @@
+"""Fewer tokens by relevance and likeness: what goes is folded into the most similar token that stays.
+
+Ours: neither the paper's dropping nor ToMe's pairs. A token is needed as far as it is relevant and nothing more
+relevant says what it says, so one number decides for both, and any share can go in one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from tntprune.tokens import Tokens, follow, pick, take
+
+
+def standardised(score: torch.Tensor) -> torch.Tensor:
+    """Scores (B, n) with mean 0 and standard deviation 1 in each image."""
+    centred = score - score.mean(1, keepdim=True)
+    return centred / (centred.square().mean(1, keepdim=True).sqrt() + 1e-6)
+
+
+def choose(
+    score: torch.Tensor,
+    compared: torch.Tensor,
+    size: torch.Tensor | None,
+    count: int,
+    relevance: float,
+    crowding: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which tokens stay, which go, and where to. No gradient goes through.
+
+    A token's worth is 1 - its cosine to the most similar token of a higher score (or 0, if that is larger) + relevance
+    * its score + crowding * log of its size. Of equal scores the first counts as the higher.
+
+    Args:
+        score: (B, n), standardised.
+        compared: (B, n, d), what likeness is told by.
+        size: (B, n), how many patches each token stands for; None if each stands for one.
+        count: How many stay, at least 1 and less than n.
+        relevance: Weight of the score.
+        crowding: Weight of the size.
+
+    Returns:
+        Positions of those that stay, the highest score first (B, count), and of those that go (B, n - count); and for
+        each of these the most similar one among the first, 0 to count - 1 (B, n - count).
+    """
+    score = score.detach().float()
+    rank = score.argsort(dim=1, descending=True, stable=True)  # (B, n)
+    x = F.normalize(pick(compared.detach().float(), rank), dim=-1)  # (B, n, d), the highest score first
+    with torch.autocast(x.device.type, enabled=False):
+        alike = x @ x.transpose(1, 2)  # (B, n, n)
+    worth = 1 - alike.tril(-1).amax(2) + relevance * score.gather(1, rank)  # (B, n)
+    if size is not None:
+        worth = worth + crowding * size.gather(1, rank).log()
+    place = worth.argsort(dim=1, descending=True, stable=True)
+    stay, go = place[:, :count].sort(1).values, place[:, count:]  # (B, count), (B, n - count)
+    among = pick(alike, go).gather(2, stay[:, None].expand(-1, go.shape[1], -1))  # (B, n - count, count)
+    return rank.gather(1, stay), rank.gather(1, go), among.argmax(2)
+
+
+def fold(
+    tokens: Tokens, keep: torch.Tensor, source: torch.Tensor, target: torch.Tensor, weight: torch.Tensor
+) -> Tokens:
+    """Merge tokens into others, by their weighted mean; gradients reach the tokens and the weights.
+
+    A one-hot matmul does it, as in `tokens.merge`, whose targets are the same in every image.
+
+    Args:
+        tokens: n patch tokens.
+        keep: (B, k), positions of those that stay, in the order in which they are to stand.
+        source: (B, r), positions of those that go.
+        target: (B, r), where in `keep` each goes.
+        weight: (B, n), above 0: what each counts for in the mean, beside the number of patches that it stands for.
+
+    Returns:
+        k patch tokens.
+    """
+    size = torch.ones_like(tokens.index, dtype=torch.float32) if tokens.size is None else tokens.size
+    kept = take(replace(tokens, size=size, source=None), keep)
+    assert kept.size is not None
+    lands = target[:, None] == torch.arange(keep.shape[1], device=keep.device)[:, None]  # (B, k, r)
+    weight = weight.float() * size
+    own, extra = weight.gather(1, keep), lands * weight.gather(1, source)[:, None]
+    total = own + extra.sum(2)  # (B, k)
+    own, extra = (own / total).to(kept.x.dtype)[:, :, None], (extra / total[:, :, None]).to(kept.x.dtype)
+    x = torch.baddbmm(kept.patches * own, extra, pick(tokens.patches, source))  # (B, k, D)
+    carrier = tokens.source
+    if carrier is not None:
+        new = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
+        carrier = follow(carrier, torch.cat([keep, source], 1), torch.cat([new, target], 1), tokens.count)
+    return replace(
+        kept,
+        x=torch.cat([kept.x[:, : tokens.prefix], x.to(kept.x.dtype)], 1),  # (B, prefix + k, D)
+        size=kept.size + (lands * size.gather(1, source)[:, None]).sum(2),
+        source=carrier,
+    )
