@@ -1,7 +1,7 @@
 """What fine-tuning the model under its reduction adds: nothing, head, norms, low-rank changes, everything.
 
-python benchmarks/finetune.py --data ../shared/data --out runs/finetune --choose  # half of the photos, judged by the rest
-python benchmarks/finetune.py --data ../shared/data --out runs/finetune           # the figures of docs/finetune.md
+python benchmarks/finetune.py --data ../shared/data --out runs/finetune --choose
+python benchmarks/finetune.py --data ../shared/data --out runs/finetune
 
 With --choose all is trained on every second calibration photo and judged by the others, which is where rates and
 epochs come from, and a table is printed. Without it all is trained on all of them, judged once by imagenet-val-1300,
@@ -31,7 +31,7 @@ from tntprune.options import config_from_text
 from tntprune.recipes import Recipe
 from tntprune.reduce import reduction_of
 from tntprune.runfolder import ended
-from tntprune.storage import write
+from tntprune.storage import make_folder, write
 from tntprune.training import Training
 
 MODEL = "vit_tiny_patch16_224"
@@ -58,6 +58,7 @@ class Bench:
         self.out = out / ("choose" if choose else "final")
         photos = data / "calibration-1000" / "images"
         self.learn, judge = halves(photos, out) if choose else (photos, data / "imagenet-val-1300")
+        make_folder(self.out)
         self.judge = labelled_photos(judge, self.model())
         self.scorers = scorers or str(self.out / "scorers")
 
@@ -78,6 +79,13 @@ class Bench:
             return reduce_(self.model(), config)
         given = [pair.partition("=")[0].replace("-", "_") for pair in setting.split()[1:]]
         return load_(self.model(), self.scorers, **{name: getattr(config, name) for name in given})
+
+    def unpruned(self) -> float:
+        """Top-1 of the whole model."""
+        file = self.out / "unpruned.json"
+        if not file.exists():
+            write(file, json.dumps(evaluate(self.model(), self.judge)[0].top1).encode())
+        return float(json.loads(file.read_text()))
 
     def row(self, setting: str, kind: str, rate: float | None) -> dict[str, Any]:
         """What one training gives; one that is there already is not repeated."""
@@ -146,20 +154,20 @@ def main(
     bench = Bench(data, out, choose, scorers, options)
     if any(config_from_text(setting).must_train for setting in settings):
         bench.calibrate()
-    unpruned = evaluate(bench.model(), bench.judge)[0]
+    unpruned = bench.unpruned()
     rows = [
         bench.row(setting, kind, rate)
         for setting in settings
         for kind in kinds
         for rate in ((None,) if kind == "frozen" else rates or (None,))
     ]
-    text = table(rows, unpruned.top1)
+    text = table(rows, unpruned)
     print(text)
     if not choose:
         before, rest = doc.read_text().split(START)
         words = (
-            f"Written by `python benchmarks/finetune.py`: {epochs} epochs of {len(find_images(bench.learn))} calibration "
-            f"photos, judged by {unpruned.images} photos of `imagenet-val-1300`. {stamp()}."
+            f"Written by `python benchmarks/finetune.py`: {epochs} epochs of {len(find_images(bench.learn))} "
+            f"calibration photos, judged by {len(bench.judge)} photos of `imagenet-val-1300`. {stamp()}."
         )
         write(doc, f"{before}{START}\n{words}\n\n{text}\n{END}{rest.split(END)[1]}".encode())
 
