@@ -74,16 +74,16 @@ def macs(model: nn.Module, img_size: tuple[int, int] | None = None) -> Macs:
     backbone = find_backbone(model)
     layout, costs = backbone.layout(model), backbone.costs(model)
     whole = counts((), layout.patches, layout.depth)
-    base = sum(_blocks(costs, whole, layout.prefix)) + costs.embed + _head(costs, layout.patches, layout.prefix)
+    base = sum(block_macs(costs, whole, layout.prefix)) + costs.embed + head_macs(costs, layout.patches, layout.prefix)
     method = reduction_of(model) if is_reduced(model) else None
     steps = () if method is None else tuple(method.steps(layout.patches).values())
     left = counts(steps, layout.patches, layout.depth)
-    per_block = _blocks(costs, left, layout.prefix)
+    per_block = block_macs(costs, left, layout.prefix)
     own: dict[int, int] = {}
     for step in steps:
         assert method is not None
         own[step.place.block] = own.get(step.place.block, 0) + method.macs(step)
-    head = _head(costs, left.last, layout.prefix)
+    head = head_macs(costs, left.last, layout.prefix)
     total = sum(per_block) + sum(own.values()) + costs.embed + head
     most = method is not None and method.config.variable
     return Macs(total, base, left.attention, left.mlp, per_block, own, costs.embed, head, most)
@@ -107,7 +107,7 @@ def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:
     found = []
     for image in torch.stack(counts, 1).tolist():  # patch tokens before each half of each block, then at the end
         left = Counts(image[:-1:2], image[1:-1:2], image[-1])
-        total = sum(_blocks(costs, left, layout.prefix)) + costs.embed + _head(costs, left.last, layout.prefix)
+        total = sum(block_macs(costs, left, layout.prefix)) + costs.embed + head_macs(costs, left.last, layout.prefix)
         for step in steps:
             half = 2 * step.place.block - (2 if step.place.inside else 1)
             entering = image[max(0, half)]
@@ -134,10 +134,12 @@ def _at_size(model: nn.Module, img_size: tuple[int, int]) -> nn.Module:
     return twin
 
 
-def _blocks(costs: Costs, left: Counts, prefix: int) -> list[int]:
+def block_macs(costs: Costs, left: Counts, prefix: int) -> list[int]:
+    """Multiply-accumulates of each block with so many patch tokens in it."""
     pairs = zip(left.attention, left.mlp, costs.blocks, strict=True)
     return [(n + prefix) * b.attention + (n + prefix) ** 2 * b.pair + (m + prefix) * b.mlp for n, m, b in pairs]
 
 
-def _head(costs: Costs, patches: int, prefix: int) -> int:
+def head_macs(costs: Costs, patches: int, prefix: int) -> int:
+    """Multiply-accumulates of everything after the last block, which so many patch tokens leave."""
     return costs.norm * (patches + prefix) + costs.pool * patches + costs.head

@@ -1,0 +1,105 @@
+"""What a schedule may cost, or lose."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tntprune.errors import UsageError
+
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What was asked for.
+
+    Args:
+        kind: "macs", of one image; "latency", of one batch in seconds; "speedup", how many times as fast as the
+            unpruned model; "drop", how many points may be lost.
+        value: How much. MACs of at most 1 are a share of the unpruned model's.
+    """
+
+    kind: Literal["macs", "latency", "speedup", "drop"]
+    value: float
+
+    @property
+    def timed(self) -> bool:
+        """Whether it is about time, and not about MACs."""
+        return self.kind in ("latency", "speedup")
+
+    def limit(self, whole: float) -> float:
+        """The most that a schedule may cost.
+
+        Args:
+            whole: What the unpruned model costs, in MACs or seconds.
+
+        Raises:
+            UsageError: the unpruned model is within the budget.
+        """
+        if self.kind == "speedup":
+            return whole / self.value
+        found = self.value * whole if self.kind == "macs" and self.value <= 1 else self.value
+        if found >= whole:
+            has, asked = said(whole, self.timed), said(found, self.timed)
+            raise UsageError(f"--{self.kind} {asked}: the unpruned model takes {has}; expected less than that")
+        return found
+
+    def __str__(self) -> str:
+        if self.kind == "macs" and self.value <= 1:
+            return f"{100 * self.value:g} % of the MACs"
+        if self.kind in ("macs", "latency"):
+            return f"at most {said(self.value, self.timed)}"
+        return f"{self.value:g} times as fast" if self.kind == "speedup" else f"at most {self.value:g} points lost"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {self.kind: self.value}
+
+
+def said(cost: float, timed: bool) -> str:
+    """A cost for a person."""
+    if timed:
+        return f"{cost * 1e3:.2f} ms"
+    return f"{cost / 1e9:.3f} GMACs" if cost >= 1e8 else f"{cost / 1e6:.3f} MMACs"
+
+
+def budget(
+    macs: float | None = None,
+    latency: float | str | None = None,
+    speedup: float | None = None,
+    drop: float | None = None,
+) -> Budget:
+    """The one budget that was given.
+
+    Args:
+        macs: Multiply-accumulates of one image, or at most 1 for a share of the unpruned model's.
+        latency: Of a batch, in seconds or as text with a unit, such as "12ms".
+        speedup: How many times as fast as the unpruned model, above 1.
+        drop: Points of top-1 that may be lost (of agreement, where there are no labels).
+
+    Raises:
+        UsageError: none or several were given, or one is out of range.
+    """
+    seconds = _seconds(latency) if isinstance(latency, str) else latency
+    given = {"macs": macs, "latency": seconds, "speedup": speedup, "drop": drop}
+    found: dict[Any, float] = {kind: value for kind, value in given.items() if value is not None}
+    if len(found) != 1:
+        what = " and ".join(f"--{kind}" for kind in found) or "none"
+        raise UsageError(f"budget: {what} given; expected one of --macs, --latency, --speedup and --drop")
+    ((kind, value),) = found.items()
+    least = 1 if kind == "speedup" else 0
+    if not (math.isfinite(value) and (value > least)):
+        raise UsageError(f"--{kind} {value:g}: expected a number above {least}")
+    if kind == "drop" and value >= 100:
+        raise UsageError(f"--drop {value:g}: expected points below 100")
+    return Budget(kind, value)
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(s|ms|us)\s*", text)
+    if found is None:
+        raise UsageError(f"--latency {text}: expected a time with its unit, such as 12ms")
+    return float(found[1]) * UNITS[found[2]]

@@ -1,0 +1,114 @@
+"""The photos of a search: some to search on, others to verify on, and the rest only to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from tntprune.data import Photo, Photos, default_workers, input_mode, transform_for
+from tntprune.datasets import open_photos
+from tntprune.errors import UsageError, UserError
+from tntprune.loading import in_order
+from tntprune.streams import Stream
+
+LEAST = 8  # photos, of which half are searched on
+
+
+class Part(NamedTuple):
+    """Photos in memory.
+
+    Args:
+        images: (n, C, H, W), normalised as the model wants them.
+        labels: (n,), or None.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor | None
+
+
+class Shares(NamedTuple):
+    """Photos by what they are for.
+
+    Args:
+        searched: Schedules are chosen on these.
+        held_out: The chosen ones are verified on these, which nothing is chosen or trained on.
+        training: Those that a method that learns may be trained on: all but the held-out ones.
+    """
+
+    searched: Part
+    held_out: Part
+    training: list[Photo] | Part
+
+
+def shares(
+    model: nn.Module,
+    data: str | Path | torch.Tensor,
+    labels: torch.Tensor | None,
+    count: int,
+    seed: int,
+    workers: int | None = None,
+    progress: bool = True,
+) -> Shares:
+    """Deal photos out, in an order that follows from the seed, and decode those that are looked at.
+
+    Args:
+        model: Whose transform and classes are used.
+        data: A folder, or what timm's `create_dataset` opens; or images (n, C, H, W), normalised.
+        labels: (n,), with a tensor of images.
+        count: Photos to look at in all.
+        seed: Of the order.
+        workers: Processes that read.
+        progress: Show a bar.
+
+    Raises:
+        UserError: there are no such photos, too few, or one cannot be read.
+        UsageError: labels without images.
+    """
+    if labels is not None and not isinstance(data, torch.Tensor):
+        raise UsageError("labels go with a tensor of images; a folder's are its subfolders")
+    found = data if isinstance(data, torch.Tensor) else _listed(model, data)
+    if len(found) < LEAST:
+        raise UserError(f"{len(found)} photos; expected {LEAST} or more, half to search on and half to verify on")
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = order[: min(count, len(found))]
+    half = len(chosen) // 2
+    out = set(chosen[half:])
+    rest = [place for place in range(len(found)) if place not in out]
+    if isinstance(found, torch.Tensor):
+        parts = [Part(found[own], None if labels is None else labels[own]) for own in (chosen[:half], chosen[half:])]
+        return Shares(parts[0], parts[1], Part(found[rest], None if labels is None else labels[rest]))
+    looked = _decoded(model, [found[place] for place in chosen], workers, progress)
+    parts = [Part(looked.images[own], None if looked.labels is None else looked.labels[own])
+             for own in (slice(half), slice(half, None))]  # fmt: skip
+    return Shares(parts[0], parts[1], [found[place] for place in rest])
+
+
+def _listed(model: nn.Module, data: str | Path) -> Sequence[Photo]:
+    """The photos, with labels where they lie in folders of the model's classes."""
+    try:
+        found = open_photos(data, model, training=True)
+    except UserError:
+        found = open_photos(data, model, training=True, labelled=False)  # refuses what is no folder of photos at all
+    if isinstance(found, Stream):
+        raise UserError(f"{data}: a stream; expected a folder, or a data set whose photos can be asked for by number")
+    return found
+
+
+def _decoded(model: nn.Module, photos: list[Photo], workers: int | None, progress: bool) -> Part:
+    reader = Photos(photos, transform_for(model), input_mode(model))
+    images, labels = [], []
+    bar = tqdm(total=len(photos), unit="photo", desc="reading", disable=not progress)
+    with bar:
+        for batch in in_order(reader, 32, default_workers() if workers is None else workers):
+            if batch.bad:
+                raise UserError(batch.bad[0])
+            images.append(batch.images)
+            labels.append(batch.labels)
+            bar.update(len(batch.labels))
+    answers = torch.cat(labels)
+    return Part(torch.cat(images), answers if bool((answers >= 0).all()) else None)

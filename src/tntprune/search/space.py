@@ -1,0 +1,154 @@
+"""What can be chosen: at which blocks of a model tokens go, how many stay after each, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from tntprune.backbones.base import find_backbone
+from tntprune.config import Combination, Config, options
+from tntprune.counting import block_macs, head_macs
+from tntprune.errors import UsageError, UserError
+from tntprune.reduce import base_of, inherit, reduce_, reduction_of, twin_of
+from tntprune.schedule import Step, counts, schedule
+
+Left = tuple[int, ...]  # patch tokens that are left after each block of a space
+
+
+class Space:
+    """The schedules of one method on one model.
+
+    Args:
+        model: Its reduction, if there is one, is left out.
+        template: The method, with all options but those that are searched.
+        learned: What it has learned; None leaves its schedules untrained.
+        blocks: Where tokens may go; None is everywhere the method can act.
+
+    Raises:
+        UserError: the method cannot be searched, or cannot be applied to the model, and why.
+        UsageError: it cannot act at one of the blocks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        template: Config,
+        learned: dict[str, torch.Tensor] | None = None,
+        blocks: Sequence[int] | None = None,
+    ) -> None:
+        backbone = find_backbone(model)
+        self.base = base_of(model)
+        self.layout, self.costs = backbone.layout(self.base), backbone.costs(self.base)
+        self.patches, self.depth = self.layout.patches, self.layout.depth
+        self.learned = learned
+        self._own: dict[Step, int] = {}
+        self.template = self._searchable(template)
+        self.blocks = self._where(blocks)
+        self.asked = self._counts()
+        none = {"similar": 0} if len(self.similars) > 1 else {}
+        self._host = reduction_of(self.put(self.template.changed(at=self.blocks, tokens=1, **none)))
+
+    def _searchable(self, template: Config) -> Config:
+        """The template, if its schedules can be searched."""
+        if isinstance(template, Combination) or not {"at", "tokens"} <= set(options(type(template))):
+            raise UserError(f"{template.method} cannot be searched; expected one method, with at and tokens")
+        middle = template.changed(at=max(1, self.depth // 2), tokens=1)
+        if middle.variable:
+            raise UserError(
+                f"{template.method} leaves another number of tokens in each image, so that what it costs is not known "
+                "beforehand; expected a method with a fixed number, such as tnt or tome"
+            )
+        return template
+
+    def _where(self, blocks: Sequence[int] | None) -> tuple[int, ...]:
+        """The blocks at which the method can act, with what it has learned."""
+        found: list[int] = []
+        why: UserError | None = None
+        for block in range(self.depth + 1) if blocks is None else sorted(set(blocks)):
+            try:
+                self.put(self.template.changed(at=block, tokens=max(1, self.patches // 2)))
+                found.append(block)
+            except UserError as error:
+                why = error
+                if blocks is not None:
+                    raise
+        if not found:
+            assert why is not None
+            raise why
+        return tuple(found)
+
+    def _counts(self) -> dict[int, int]:
+        """The `tokens` that a config asks for so that a number is left: a fused token or similar ones change it."""
+        found: dict[int, int] = {}
+        last = self.blocks[-1]
+        for tokens in range(1, self.patches + 1):
+            try:
+                steps = schedule([self.template.changed(at=last, tokens=tokens)], self.patches, self.depth)
+            except UsageError:  # more than arrive, where similar ones go first
+                break
+            for step in steps:
+                if step.place.block == last and step.leaving < self.patches:
+                    found.setdefault(step.leaving, tokens)
+        return found
+
+    @property
+    def least(self) -> int:
+        """The fewest patch tokens that can be left."""
+        return min(self.asked)
+
+    @property
+    def similars(self) -> tuple[int, ...]:
+        """How many similar tokens can be tried to go at the start, where a method drops such; (0,) where not."""
+        if getattr(self.template, "similar_how", None) != "drop":
+            return (0,)
+        return tuple(sorted({0, *(round(self.patches * share) for share in (0.06, 0.13, 0.25))}))
+
+    def config(self, left: Sequence[int], similar: int = 0) -> Config:
+        """The config that leaves so many patch tokens after each block.
+
+        Args:
+            left: One count for each of `blocks`, none larger than the one before it.
+            similar: Similar tokens that go at the start, where the method drops such.
+
+        Raises:
+            UsageError: nothing would be removed, or the method has no such schedule.
+        """
+        at, tokens, before = [], [], self.patches - similar
+        for block, count in zip(self.blocks, left, strict=True):
+            if count < before and count in self.asked:
+                at.append(block)
+                tokens.append(self.asked[count])
+                before = count
+        if not at:
+            raise UsageError("nothing is removed; expected fewer tokens after some block")
+        more = {"similar": similar} if len(self.similars) > 1 else {}
+        config: Config = self.template.changed(at=tuple(at), tokens=tuple(tokens), **more)
+        return config
+
+    def put(self, config: Config) -> nn.Module:
+        """A model with a config on it, which shares its weights with the others, in eval mode if they are."""
+        model = reduce_(twin_of(self.base), config)
+        if self.learned is not None:
+            inherit(reduction_of(model), self.learned)
+        return model
+
+    def macs(self, config: Config) -> int:
+        """Multiply-accumulates of one image, in closed form: what `tntprune.macs` says of the reduced model."""
+        steps = schedule([config], self.patches, self.depth)
+        left = counts(steps, self.patches, self.depth)
+        prefix = self.layout.prefix
+        total = sum(block_macs(self.costs, left, prefix)) + self.costs.embed + head_macs(self.costs, left.last, prefix)
+        for step in steps:
+            if step not in self._own:
+                self._own[step] = self._host.macs(step)
+            total += self._own[step]
+        return total
+
+    @property
+    def base_macs(self) -> int:
+        """Multiply-accumulates of the unpruned model."""
+        whole = counts((), self.patches, self.depth)
+        blocks = sum(block_macs(self.costs, whole, self.layout.prefix))
+        return blocks + self.costs.embed + head_macs(self.costs, self.patches, self.layout.prefix)
