@@ -29,6 +29,7 @@ def noisy(x, eps, scorer, prefix, *, capacity, noise_scale, stream_norm, beta, s
     """TNT's training step after one block, image by image and token by token.
 
     x and eps: (B, prefix + n, D), eps without use for prefix tokens. capacity: a number of tokens.
+    noise_scale="image": a token gives way to the mean of its image's, with noise as large as they vary.
     """
     out = torch.empty_like(x)
     for b in range(len(x)):
@@ -41,10 +42,14 @@ def noisy(x, eps, scorer, prefix, *, capacity, noise_scale, stream_norm, beta, s
             kept = layer_norm(token) if stream_norm else token
             if i >= prefix:
                 free = min(1.0, (capacity * alpha[i - prefix]).item())
-                size = 1.0
+                size, goal = 1.0, kept
                 if noise_scale == "rms":
                     size = math.sqrt(sum(float(v) ** 2 for v in kept) / len(kept))
-                kept = kept + beta * size * (1 - free) * eps[b, i]
+                if noise_scale == "image":
+                    others = [layer_norm(t) if stream_norm else t for t in tokens[prefix:]]
+                    goal = sum(others) / len(others)
+                    size = (sum((t - goal) ** 2 for t in others) / (len(others) - 1)).sqrt()
+                kept = free * kept + (1 - free) * (goal + beta * size * eps[b, i])
             out[b, i] = kept
     return out
 
@@ -64,10 +69,6 @@ def without_similar(x: torch.Tensor, remove: int, order: list[int], fold: bool):
     n = len(x)
     first, second = order[: n // 2], order[n // 2 :]
 
-    def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-        dot = sum(float(p) * float(q) for p, q in zip(a, b))
-        return dot / math.sqrt(sum(float(p) ** 2 for p in a)) / math.sqrt(sum(float(q) ** 2 for q in b))
-
     matches = []
     for a in first:
         best = max(second, key=lambda b: cosine(x[a], x[b]))
@@ -82,3 +83,46 @@ def without_similar(x: torch.Tensor, remove: int, order: list[int], fold: bool):
     return {i: torch.stack([x[m] for m in members]).mean(0) for i, members in groups.items()}, {
         i: len(members) for i, members in groups.items()
     }
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Of two tokens, (D,) each."""
+    dot = sum(float(p) * float(q) for p, q in zip(a, b))
+    return dot / math.sqrt(sum(float(p) ** 2 for p in a)) / math.sqrt(sum(float(q) ** 2 for q in b))
+
+
+def chosen(score, compared, size, count: int, relevance: float, crowding: float):
+    """Which tokens of one image stay, the highest score first, and where each of the others goes.
+
+    Args:
+        score: n numbers.
+        compared: (n, d).
+        size: n numbers.
+        count: How many stay.
+        relevance: Weight of the score.
+        crowding: Weight of the size.
+
+    Returns:
+        Those that stay by position, and for each that goes the position of the token that takes it in.
+    """
+    n = len(score)
+    ranked = sorted(range(n), key=lambda i: -float(score[i]))  # stable: of equal ones the first is the higher
+    worth = {}
+    for place, i in enumerate(ranked):
+        likeness = max([0.0, *(cosine(compared[i], compared[better]) for better in ranked[:place])])
+        worth[i] = 1 - likeness + relevance * float(score[i]) + crowding * math.log(float(size[i]))
+    best = sorted(ranked, key=lambda i: -worth[i])[:count]
+    stay = [i for i in ranked if i in best]
+    into = {i: max(stay, key=lambda j: cosine(compared[i], compared[j])) for i in range(n) if i not in best}
+    return stay, into
+
+
+def folded(x: torch.Tensor, size, weight, stay: list[int], into: dict[int, int]):
+    """Tokens (n, D) of one image with some merged into others: (k, D), and the patches that each stands for."""
+    tokens, sizes = [], []
+    for keeper in stay:
+        members = [keeper, *(i for i, target in into.items() if target == keeper)]
+        shares = [float(weight[i]) * float(size[i]) for i in members]
+        tokens.append(sum(share * x[i] for share, i in zip(shares, members)) / sum(shares))
+        sizes.append(sum(float(size[i]) for i in members))
+    return torch.stack(tokens), sizes

@@ -84,14 +84,15 @@ def fold(
     own, extra = weight.gather(1, keep), lands * weight.gather(1, source)[:, None]
     total = own + extra.sum(2)  # (B, k)
     own, extra = (own / total).to(kept.x.dtype)[:, :, None], (extra / total[:, :, None]).to(kept.x.dtype)
-    x = torch.baddbmm(kept.patches * own, extra, pick(tokens.patches, source))  # (B, k, D)
+    with torch.autocast(tokens.x.device.type, enabled=False):  # what takes nothing in comes out bit for bit
+        x = torch.baddbmm(kept.patches * own, extra, pick(tokens.patches, source))  # (B, k, D)
     carrier = tokens.source
     if carrier is not None:
         new = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
         carrier = follow(carrier, torch.cat([keep, source], 1), torch.cat([new, target], 1), tokens.count)
     return replace(
         kept,
-        x=torch.cat([kept.x[:, : tokens.prefix], x.to(kept.x.dtype)], 1),  # (B, prefix + k, D)
+        x=torch.cat([kept.x[:, : tokens.prefix], x], 1),  # (B, prefix + k, D)
         size=kept.size + (lands * size.gather(1, source)[:, None]).sum(2),
         source=carrier,
     )
