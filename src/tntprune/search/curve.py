@@ -99,8 +99,9 @@ class Part:
 
 
 def timed_options(config: Config) -> dict[str, Any]:
-    """The options of a config that its steps' time depends on."""
-    return {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in FREE}
+    """The options of a config that its steps' time depends on, as JSON holds them."""
+    own = {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in FREE}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class LatencyCurve:
         return total + self.around.at(count), own
 
     def _part(self, config: Config) -> Part:
-        options = json.loads(json.dumps(timed_options(config)))
+        options = timed_options(config)
         same = [part for part in self.parts if part.method == config.method]
         for part in same:
             if part.options == options:
