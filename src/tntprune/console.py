@@ -28,7 +28,7 @@ Reducer = Annotated[
     str | None,
     tyro.conf.arg(
         metavar="RUN",
-        help="a folder made by train, a Hub id (user/repo@revision), or pretrained",
+        help="a folder made by train, a plan made by search, a Hub id (user/repo@revision), or pretrained",
         help_behavior_hint="",
     ),
 ]

@@ -1,0 +1,64 @@
+"""The front of a search as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tntprune.canvas import COLOURS, blank, finished
+from tntprune.search.found import Found
+from tntprune.search.points import Point
+from tntprune.storage import write
+
+MARKS = "s^D"  # of the references
+
+
+def draw_front(path: Path, found: Found, title: str) -> None:
+    """Write a PNG: divergence, and points lost, against cost.
+
+    Args:
+        path: Where.
+        found: By a search.
+        title: Above the picture.
+
+    Raises:
+        UserError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = blank(9.6, 4.6)
+    left, right = figure.subplots(1, 2)
+    labelled = "top1_drop" in found.chosen.held_out
+    _panel(left, found, lambda point: point.kl)
+    left.set_ylabel("KL divergence from the unpruned model")
+    _panel(right, found, lambda point: point.lost)
+    right.set_ylabel("points of top-1 lost" if labelled else "photos with another answer than unpruned, %")
+    right.axhline(0, color="0.8", linewidth=0.8, zorder=0)
+    handles, names = left.get_legend_handles_labels()
+    few, many = found.photos
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=9, title_fontsize=8,
+        title=f"on {many} photos; chosen on {few} others",
+    )  # fmt: skip
+    figure.suptitle(f"{title}: {found.plan.config.method}, {found.budget}", fontsize=11)
+    write(path, finished(figure, "png"))
+
+
+def _panel(axis: Any, found: Found, height: Callable[[Point], float]) -> None:
+    unit = 1e-3 if found.budget.timed else 1e9 if found.whole >= 1e8 else 1e6
+
+    def at(points: list[Point]) -> tuple[list[float], list[float]]:
+        return [point.cost / unit for point in points], [height(point) for point in points]
+
+    axis.plot(*at(found.front), "o-", color=COLOURS[0], markersize=4, linewidth=1.4, label="front")
+    if found.others:
+        axis.plot(*at(found.others), "o", color="0.7", markersize=4, label="beaten")
+    for place, point in enumerate(found.references):
+        axis.plot(
+            *at([point]), MARKS[place % len(MARKS)], color=COLOURS[1 + place], markersize=7, label=point.name
+        )  # fmt: skip
+    axis.plot(
+        *at([found.chosen]), "*", color=COLOURS[0], markersize=15, markeredgecolor="white", label="chosen", zorder=4
+    )
+    axis.set_xlabel("ms a batch" if found.budget.timed else "GMACs an image" if unit == 1e9 else "MMACs an image")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", color="0.93")
