@@ -98,7 +98,7 @@ class Trainer:
             self.learned = dict(self.low.learned)
         self.whole = nn.ParameterList(self.learned.values())
         self.average = ModelEmaV3(self.whole, decay=training.ema, exclude_buffers=True) if training.ema else None
-        self.rate = training.backbone_lr if training.unfreeze else training.lr
+        self.rate = training.backbone_lr if training.unfreeze else training.lr or self.method.lr
         self.optimizer = create_optimizer_v2(
             self.groups(), opt="adamw", lr=self.rate, weight_decay=training.weight_decay
         )

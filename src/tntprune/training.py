@@ -38,7 +38,7 @@ class Training:
         parts: Equal parts that a step's batch is worked through in, one after another or by several processes at the
             same time, with the same result. None: as many as there are processes. More parts need less memory; what is
             drawn or averaged for each part, such as the share in mixup, makes them another training.
-        lr: Peak learning rate of what the method learns.
+        lr: Peak learning rate of what the method learns; None is what suits it: 0.03 for TNT that merges, else 0.01.
         backbone_lr: Peak learning rate of the model itself; 0 keeps it frozen, or with `unfreeze` is that of `RATES`.
         unfreeze: Fine-tune this of the model under its reduction, which learns nothing itself and takes tokens out as
             at test time: "all", "head", "norms", or "lowrank" changes of the linear layers. None: what the method
@@ -65,7 +65,7 @@ class Training:
     epochs: int = 5
     batch_size: int = 16
     parts: int | None = None
-    lr: float = 0.01
+    lr: float | None = None
     backbone_lr: float = 0.0
     unfreeze: Literal["all", "head", "norms", "lowrank"] | None = None
     rank: int | None = None
@@ -93,8 +93,8 @@ class Training:
         check_whole("freeze_epochs", self.freeze_epochs, 0)
         if self.freeze_epochs >= self.epochs:
             raise UsageError(f"freeze_epochs={self.freeze_epochs}: expected fewer than the {self.epochs} epochs")
-        optional = ("warmup_lr", "min_lr", "clip")
-        for name in ("lr", "backbone_lr", "weight_decay", "warmup", "label_smoothing", "ema", "drop_path", *optional):
+        optional = ("lr", "warmup_lr", "min_lr", "clip")
+        for name in ("backbone_lr", "weight_decay", "warmup", "label_smoothing", "ema", "drop_path", *optional):
             value = getattr(self, name)
             if name in optional and value is None:
                 continue
@@ -133,7 +133,7 @@ class Training:
         share = self.share_of_kl
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise UsageError(f"distill={share}: expected a share from 0 to 1")
-        if self.lr != Training.lr:
+        if self.lr is not None:
             raise UsageError(f"lr={self.lr} with unfreeze: the method learns nothing then; expected backbone_lr")
         if self.freeze_epochs:
             raise UsageError(f"freeze_epochs={self.freeze_epochs} with unfreeze: nothing learns meanwhile; expected 0")

@@ -91,6 +91,7 @@ class TrainingNoise(Method):
             )  # of a score in means
             self.powers = nn.Parameter(torch.full((layout.depth,), 0.6))  # of a size in each block's attention
         self.proportional = config.merges and config.proportional
+        self.lr = 0.03 if config.merges else 0.01
 
     def plan(self, patches: int) -> Plan:
         """In training, where there is noise in this pass, or where tokens go while that is rehearsed.
@@ -130,7 +131,7 @@ class TrainingNoise(Method):
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         if tokens.size is None or not self.proportional:
             return None
-        return log_size(tokens.size, tokens.prefix, True) * self.powers[block - 1].float()
+        return log_size(tokens.size, tokens.prefix, self.powers[block - 1].float())
 
     def score(self, tokens: Tokens, block: int) -> torch.Tensor:
         """Raw scores (B, n) in fp32 whatever the precision around them; relevance alpha is their softmax (Eq. 4)."""
@@ -216,7 +217,7 @@ class TrainingNoise(Method):
     def obstacle(cls, layout: Layout, config: TNT | None = None) -> str | None:  # type: ignore[override]
         if layout.opens or config is None or not (config.merges or config.inside):
             return None
-        wanted = {"inside": False, "metric": "x", "proportional": False}
+        wanted = {"inside": False, **({"metric": "x", "proportional": False} if config.merges else {})}
         others = [f"{name}={value!r}" for name, value in wanted.items() if getattr(config, name) != value]
         why = "its blocks cannot be opened to act inside them, to compare keys or to let sizes count in attention"
         return f"{why}; {', '.join(others)} would do" if others else None
