@@ -80,7 +80,7 @@ class TNT(Config):
     inside: bool = option(False, "act between attention and MLP, or after the block", learned=True)
     metric: Literal["x", "mean"] = option("x", "compare tokens, or the mean of the heads' keys")
     relevance: float = option(0.1, "weight of the score beside likeness, where tokens are merged")
-    crowding: float = option(0.03, "weight of the size of what was merged before")
+    crowding: float = option(0.15, "weight of the size of what was merged before")
     proportional: bool = option(True, "let merged tokens count in attention by their size")
     similar: int = option(0, "tokens removed for being similar to a kept one")
     similar_at: Literal["score", "start"] | None = option(None, "remove similar tokens after the score or at the start")
