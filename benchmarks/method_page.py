@@ -1,0 +1,105 @@
+"""The measured parts of docs/method.md, from the figures that benchmarks/method.py has kept."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from method_plans import efforts, variants
+from tntprune.environment import stamp
+from tntprune.storage import write
+
+Figures = dict[str, dict[str, Any]]
+BUDGETS = ("0.924", "0.731", "0.622", "0.510")
+GOALS = {"0.5": (80.0, 81.2), "0.35": (75.5, 79.0), "0.25": (70.0, 76.0)}
+FLOORS = {"0.924": (0.0, 82.4), "0.731": (0.0, 81.9), "0.622": (0.0, 81.2), "0.510": (5.0, 78.5)}  # above ToMe
+
+
+def load(folder: Path) -> Figures:
+    """Every figure by its name."""
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def named(figures: Figures, start: str) -> list[dict[str, Any]]:
+    """The figures of one setting, seed by seed."""
+    start = start.replace(" ", "-")
+    return [figures[name] for name in sorted(figures) if re.fullmatch(re.escape(start) + r"-\d+", name)]
+
+
+def spread(values: Iterable[float], digits: int = 1) -> str:
+    """Mean and standard deviation."""
+    found = list(values)
+    return f"{mean(found):.{digits}f} ± {stdev(found):.{digits}f}" if len(found) > 1 else f"{found[0]:.{digits}f}"
+
+
+def results(figures: Figures) -> str:
+    """Five seeds on photos that nothing was chosen on."""
+    base = figures["table-unpruned"]
+    lines = [
+        f"| setting | GMACs | TNT, {len(named(figures, 'table single K=0.5'))} seeds | ToMe | floor | goal |",
+        "|---|---:|---:|---:|---:|---:|",
+        f"| unpruned | {base['gmacs']:.3f} | {base['top1']:.1f} | {base['top1']:.1f} | | |",
+    ]
+    for keep, (floor, goal) in GOALS.items():
+        rows = named(figures, f"table single K={keep}")
+        top = spread(row["top1"] for row in rows)
+        lines.append(f"| after block 3, K = {keep} | {rows[0]['gmacs']:.3f} | {top} | | {floor} | {goal} |")
+    for budget in BUDGETS:
+        tome, rows = figures[f"table-tome-{budget}"], named(figures, f"table whole {budget}")
+        if not rows:
+            continue
+        floor = tome["top1"] + FLOORS[budget][0]
+        lines.append(
+            f"| whole model, at most {budget} | {rows[0]['gmacs']:.3f} | {spread(r['top1'] for r in rows)} | "
+            f"{tome['top1']:.1f} at {tome['gmacs']:.3f} | above {floor:.1f} | {FLOORS[budget][1]} |"
+        )
+    return "\n".join(lines)
+
+
+def ablation(figures: Figures) -> str:
+    """One option changed at a time, on the half of the calibration photos that nothing was learned from."""
+    base = figures["ablation-unpruned"]
+    lines = [f"Unpruned: {base['top1']:.1f} of {base['photos']} photos.", ""]
+    for title, labels in (("after block 3", ("K=0.5", "K=0.25")), ("everywhere", ("everywhere",))):
+        cells = " | ".join(f"{label}: top-1 | divergence" for label in labels)
+        lines += [f"| {title} | {cells} |", "|---|" + "---:|" * (2 * len(labels))]
+        for variant in variants():
+            rows = [named(figures, f"ablation {variant.name} {label}") for label in labels]
+            if all(rows):
+                told = " | ".join(
+                    f"{spread(r['top1'] for r in row)} | {spread((r['kl'] for r in row), 3)}" for row in rows
+                )
+                lines.append(f"| {variant.name} | {told} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def effort(figures: Figures) -> str:
+    """Accuracy against photos and time, one training each."""
+    lines = ["| photos | epochs | seconds | K = 0.5 | K = 0.35 | K = 0.25 |", "|---:|---:|---:|---:|---:|---:|"]
+    for variant, photos in efforts():
+        rows = [figures.get(f"effort-{variant.name}-{photos}-K={keep}".replace(" ", "-")) for keep in GOALS]
+        seconds: Any = figures.get(f"seconds-{variant.name}-{photos}".replace(" ", "-"))
+        if all(rows):
+            top = " | ".join(f"{row['top1']:.1f}" for row in rows if row is not None)
+            lines.append(f"| {photos} | {variant.training['epochs']} | {seconds:.0f} | {top} |")
+    return "\n".join(lines)
+
+
+def write_page(folder: Path, doc: Path) -> None:
+    """Put what is there between the page's marks.
+
+    Args:
+        folder: With the figures.
+        doc: The page, with a pair of marks for each part.
+    """
+    figures, text = load(folder), doc.read_text()
+    for name, part in {"results": results, "ablation": ablation, "effort": effort}.items():
+        before, rest = text.split(f"<!-- {name} -->")
+        after = rest.split(f"<!-- /{name} -->")[1]
+        text = f"{before}<!-- {name} -->\n{part(figures)}\n\n{stamp()}.\n<!-- /{name} -->{after}"
+    write(doc, text.encode())

@@ -1,0 +1,114 @@
+"""The trainings and settings that benchmarks/method.py compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tntprune import TNT
+from tntprune.checkpoint import read
+from tntprune.config import Config
+
+KEEPS = (0.5, 0.35, 0.25)
+EVERYWHERE = TNT(at=tuple(range(1, 13)), inside=True, metric="mean", keep=1.0)
+COUNTS = (185, 165, 141, 118, 97, 78, 62, 50, 39, 31, 24, 1)  # inside each block: about half of the MACs saved
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train and to reduce.
+
+    Args:
+        name: Of its line and of its folder.
+        config: What is trained.
+        training: Options that are not the benchmark's own.
+        augmented: Whether photos are cropped and mirrored in training.
+        keeps: Shares that it is judged at, if it acts after one block; else at the counts of `COUNTS`.
+        changes: Options that differ when it is judged.
+        like: Another variant that is trained in the same way, so that it is trained once.
+    """
+
+    name: str
+    config: TNT
+    training: dict[str, Any] = field(default_factory=dict)
+    augmented: bool = True
+    keeps: tuple[float, ...] = (0.5, 0.25)
+    changes: dict[str, Any] = field(default_factory=dict)
+    like: str = ""
+
+    @property
+    def labelled(self) -> bool:
+        """Whether its training needs labels."""
+        return self.config.resolved.objective == "ce"
+
+    def settings(self) -> dict[str, Config]:
+        """What it is judged at, by name."""
+        if len(self.config.locations) > 1:
+            return {"everywhere": self.config.changed(tokens=COUNTS, **self.changes)}
+        return {f"K={keep}": self.config.changed(keep=keep, **self.changes) for keep in self.keeps}
+
+
+SINGLE = Variant("single", TNT(at=3, keep=0.5), keeps=KEEPS)
+WHOLE = Variant("whole", EVERYWHERE)
+
+
+def variants() -> Iterator[Variant]:
+    """The default, and one option changed at a time."""
+    one = {"training": {"epochs": 6}}
+    single, whole = TNT(at=3, keep=0.5), EVERYWHERE
+
+    def changed(name: str, **options: Any) -> Variant:
+        return Variant(name, single.changed(**options), **one)
+
+    yield Variant("default", single, **one)
+    yield changed("dropping", recipe="relative")
+    yield changed("dropping 25 similar", recipe="relative", similar=25)
+    yield Variant("trained by dropping and merged", single.changed(rehearsal=0.0, noise_scale="rms", beta=1.0), **one)
+    yield changed("noise added in units of the token", noise_scale="rms", beta=1.0)
+    yield changed("the image's mean without noise", beta=0.0)
+    yield changed("the image's mean with noise of its spread", beta=1.0)
+    yield changed("no rehearsal", rehearsal=0.0)
+    yield changed("rehearsal 0.8", rehearsal=0.8)
+    yield changed("noise after block 3 alone", noise_blocks=3)
+    yield changed("capacity of half", capacity=0.5)
+    yield changed("MLP scorer", scorer="mlp", hidden=192)
+    yield changed("labels", objective="ce")
+    for name, changes in {
+        "sizes do not count": {"proportional": False}, "relevance 0.05": {"relevance": 0.05},
+        "relevance 0.2": {"relevance": 0.2}, "relevance 1": {"relevance": 1.0}, "no relevance": {"relevance": 0.0},
+    }.items():  # fmt: skip
+        yield Variant(name, single, **one, changes=changes, like="default")
+    yield Variant("dropping, with what merging learned", single, **one, changes={"how": "drop"}, like="default")
+    yield Variant("no augmentation", single, **one, augmented=False)
+    yield Variant("learning rate 0.01", single, {"epochs": 6, "lr": 0.01})
+    yield Variant("learning rate 0.1", single, {"epochs": 6, "lr": 0.1})
+    yield Variant("half the steps", single, {"epochs": 3})
+    yield Variant("twice the steps", single, {"epochs": 12})
+    yield Variant("whole", whole, **one)
+    for name, changes in {
+        "whole, no relevance": {"relevance": 0.0}, "whole, relevance 0.05": {"relevance": 0.05},
+        "whole, no crowding": {"crowding": 0.0}, "whole, crowding 0.1": {"crowding": 0.1},
+        "whole, sizes do not count": {"proportional": False},
+    }.items():  # fmt: skip
+        yield Variant(name, whole, **one, changes=changes, like="whole")
+    yield Variant("whole, tokens compared", whole.changed(metric="x"), **one)
+    yield Variant("whole, no rehearsal", whole.changed(rehearsal=0.0), **one)
+    yield Variant("whole, rehearsal 0.8", whole.changed(rehearsal=0.8), **one)
+
+
+def efforts() -> Iterator[tuple[Variant, int]]:
+    """Fewer photos with as many steps, and fewer steps."""
+    for photos in (50, 100, 200, 500):
+        yield replace(SINGLE, name="photos", training={"epochs": 10 * 1000 // photos}), photos
+    for epochs in (1, 2, 5):
+        yield replace(SINGLE, name=f"epochs {epochs}", training={"epochs": epochs}), 1000
+    yield replace(SINGLE, training={"epochs": 10}), 1000
+
+
+def schedules(plans: Path | None) -> dict[str, Config]:
+    """What the plans of `tntprune search` say, by their budgets: files such as 0.731.json."""
+    if plans is None:
+        return {}
+    return {path.stem: read(path)[0] for path in sorted(plans.glob("0.*.json"))}
