@@ -1,5 +1,7 @@
 """Rates that meet a budget: what a schedule costs, what it keeps, and the search for the best."""
 
+from tntprune.search.found import Found
 from tntprune.search.latency import LatencyCurve, measure_latency
+from tntprune.search.run import search
 
-__all__ = ["LatencyCurve", "measure_latency"]
+__all__ = ["Found", "LatencyCurve", "measure_latency", "search"]

@@ -30,13 +30,15 @@ def draw_front(path: Path, found: Found, title: str) -> None:
     labelled = "top1_drop" in found.chosen.held_out
     _panel(left, found, lambda point: point.kl)
     left.set_ylabel("KL divergence from the unpruned model")
+    if found.front[-1].kl > 0:
+        left.set_yscale("log")
     _panel(right, found, lambda point: point.lost)
     right.set_ylabel("points of top-1 lost" if labelled else "photos with another answer than unpruned, %")
     right.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     handles, names = left.get_legend_handles_labels()
     few, many = found.photos
     figure.legend(
-        handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=9, title_fontsize=8,
+        handles, names, loc="outside lower center", ncols=6, frameon=False, fontsize=9, title_fontsize=8,
         title=f"on {many} photos; chosen on {few} others",
     )  # fmt: skip
     figure.suptitle(f"{title}: {found.plan.config.method}, {found.budget}", fontsize=11)
@@ -53,12 +55,10 @@ def _panel(axis: Any, found: Found, height: Callable[[Point], float]) -> None:
     if found.others:
         axis.plot(*at(found.others), "o", color="0.7", markersize=4, label="beaten")
     for place, point in enumerate(found.references):
-        axis.plot(
-            *at([point]), MARKS[place % len(MARKS)], color=COLOURS[1 + place], markersize=7, label=point.name
-        )  # fmt: skip
-    axis.plot(
-        *at([found.chosen]), "*", color=COLOURS[0], markersize=15, markeredgecolor="white", label="chosen", zorder=4
-    )
+        look = {"color": COLOURS[1 + place], "markersize": 7}
+        axis.plot(*at([point]), MARKS[place % len(MARKS)], label=point.name, **look)
+    star = {"color": COLOURS[0], "markersize": 15, "markeredgecolor": "white", "zorder": 4}
+    axis.plot(*at([found.chosen]), "*", label="chosen", **star)
     axis.set_xlabel("ms a batch" if found.budget.timed else "GMACs an image" if unit == 1e9 else "MMACs an image")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="0.93")

@@ -102,14 +102,14 @@ def _ranks(values: Sequence[float]) -> torch.Tensor:
 def points_table(points: Sequence[Point]) -> str:
     """The points for a person."""
     timed, labelled = any(point.seconds is not None for point in points), "top1_drop" in points[0].held_out
-    head = f"{'':22} {'MACs':>13}" + f" {'time':>9}" * timed + f" {'KL':>7} {'agrees':>7}"
+    head = f"{'':22} {'MACs':>13}" + f" {'time':>9}" * timed + f" {'KL':>8} {'agrees':>7}"
     head += f" {'top-1 lost':>10}" * labelled
     lines = [head + "  patch tokens left (block:tokens)"]
     for point in points:
         line = f"{point.name:22} {said(point.macs, False):>13}"
         if timed:
             line += f" {said(point.seconds, True) if point.seconds is not None else '':>9}"
-        line += f" {point.kl:7.4f} {point.held_out['agreement']:5.1f} %"
+        line += f" {point.kl:8.3g} {point.held_out['agreement']:5.1f} %"
         if labelled:
             line += f" {point.lost:10.2f}"
         lines.append(f"{line}  {told(point.config)}")

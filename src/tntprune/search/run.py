@@ -25,7 +25,7 @@ from tntprune.search.latency import LatencyCurve, measure_latency
 from tntprune.search.photos import Part, Shares, shares
 from tntprune.search.points import front, proxy_error
 from tntprune.search.scout import Clock
-from tntprune.search.shapes import Shape, fit
+from tntprune.search.shapes import references
 from tntprune.search.space import Space
 from tntprune.train import fit as train
 from tntprune.training import Training, check_whole
@@ -121,7 +121,8 @@ def search(
     verified = [chosen, *marks, *(point for point in job.points if point is not chosen)]
     best = front(verified)
     proxy = proxy_error(verified)
-    notes = []
+    met = {point.name for point in marks}
+    notes = [f"{shape.name}: cannot meet this" for shape in references(space) if shape.name not in met]
     if curve is not None and wanted.timed and (slower := curve.slower()):
         pairs = ", ".join(f"{count} than {faster}" for count, faster in sorted(slower.items()))
         notes.append(f"fewer patch tokens that take longer than more: {pairs}")
@@ -165,8 +166,7 @@ def _check_reach(space: Space, wanted: Budget, cost: Callable[[Config], float], 
 
 def _trained(space: Space, found: Shares, seed: int, workers: int | None, progress: bool) -> Space:
     """The space with what its method learns on the photos that are not held out, as `tntprune train` trains it."""
-    half = fit(Shape((1.0,) * len(space.blocks)), space, space.macs, 0.65 * space.base_macs)
-    config = half.config if half is not None else space.config([space.least] * len(space.blocks))
+    config = space.everywhere()
     model = space.put(config)
     recipe = Recipe(config, Training(seed=seed))
     training, labelled = recipe.training, found.searched.labels is not None

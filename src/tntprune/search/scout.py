@@ -146,5 +146,5 @@ class Scout:
     def told(self, best: Tried) -> None:
         """One schedule more on the bar."""
         agreement = 100 * float(best.answers.agrees.double().mean())
-        self.bar.set_postfix_str(f"best so far: KL {best.kl:.4f}, agrees on {agreement:.1f} %", refresh=False)
+        self.bar.set_postfix_str(f"best so far: KL {best.kl:.3g}, agrees on {agreement:.1f} %", refresh=False)
         self.bar.update()

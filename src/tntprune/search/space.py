@@ -98,10 +98,14 @@ class Space:
         """The fewest patch tokens that can be left."""
         return min(self.asked)
 
+    def _reachable(self, count: int) -> int:
+        """The largest number of tokens that can be left and is not above another one."""
+        return count if count in self.asked else max((one for one in self.asked if one <= count), default=self.least)
+
     @property
     def similars(self) -> tuple[int, ...]:
         """How many similar tokens can be tried to go at the start, where a method drops such; (0,) where not."""
-        if getattr(self.template, "similar_how", None) != "drop":
+        if getattr(self.template, "similar_how", None) != "drop" or getattr(self.template, "merges", False):
             return (0,)
         return tuple(sorted({0, *(round(self.patches * share) for share in (0.06, 0.13, 0.25))}))
 
@@ -117,7 +121,8 @@ class Space:
         """
         at, tokens, before = [], [], self.patches - similar
         for block, count in zip(self.blocks, left, strict=True):
-            if count < before and count in self.asked:
+            count = self._reachable(count)
+            if count < before and self.asked[count] <= before:  # no more can be asked for than arrive
                 at.append(block)
                 tokens.append(self.asked[count])
                 before = count
@@ -125,6 +130,14 @@ class Space:
             raise UsageError("nothing is removed; expected fewer tokens after some block")
         more = {"similar": similar} if len(self.similars) > 1 else {}
         config: Config = self.template.changed(at=tuple(at), tokens=tuple(tokens), **more)
+        return config
+
+    def everywhere(self) -> Config:
+        """A config with all of the blocks, to train: what is learned then is enough for every schedule."""
+        count, last = len(self.blocks), max(self.asked)
+        wanted = [last - round(0.7 * last * (n + 1) / (count + 1)) for n in range(count)]
+        tokens = [self.asked[self._reachable(one)] for one in wanted]
+        config: Config = self.template.changed(at=self.blocks, tokens=tuple(tokens))
         return config
 
     def put(self, config: Config) -> nn.Module:

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from tntprune.cli import main
+from tntprune.digits import scans, scatter
+from tntprune.plan import read_plan
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """Forty cluttered digits in ten class folders."""
+    folder = tmp_path_factory.mktemp("digits")
+    images, labels = scans("test")
+    chosen = torch.cat([(labels == digit).nonzero()[:4, 0] for digit in range(10)])
+    canvas, labels = scatter(images[chosen], labels[chosen], torch.Generator().manual_seed(0))
+    for number, (image, label) in enumerate(zip(canvas, labels.tolist())):
+        (folder / f"digit{label}").mkdir(exist_ok=True)
+        Image.fromarray(image[0].mul(255).round().byte().numpy()).save(folder / f"digit{label}" / f"{number:02}.png")
+    return folder
+
+
+@pytest.fixture
+def call(capsys):
+    """Run a command; returns the exit code and what it wrote."""
+
+    def run(*arguments):
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plan(digits, tmp_path_factory):
+    """A plan of TNT, which is trained on the way."""
+    out = tmp_path_factory.mktemp("plans") / "new" / "plan.json"
+    given = ["--data", str(digits), "--macs", "0.6", "--moves", "2", "--workers", "0", "--out", str(out)]
+    assert main(["search", "digits_vit", *given]) == 0
+    return out
+
+
+def test_a_plan_and_its_picture_are_written(plan):
+    found = read_plan(plan)
+    assert found.config.method == "tnt" and found.learned and found.budget == {"macs": 0.6}
+    assert found.predicted["held_out"]["agreement"] >= 50 and "top1_drop" in found.predicted["held_out"]
+    assert json.loads(found.made_by)["command"] == "search" and len(found.front) > 1
+    picture = Image.open(plan.with_suffix(".png"))
+    assert picture.size[0] > 1000
+
+
+def test_every_command_takes_a_plan_as_its_reducer(plan, digits, tmp_path, call):
+    expected = read_plan(plan).predicted["macs"]
+    reducer = ["digits_vit", "--reducer", plan]
+    code, out, err = call("eval", *reducer, "--data", digits, "--workers", 0, "--json")
+    assert code == 0 and json.loads(out)["macs"] == expected, err
+    photo = next(digits.glob("*/*"))
+    assert call("show", *reducer, photo, "--out", tmp_path / "a.png")[0] == 0
+    assert call("export", *reducer, "--to", "pt2", "--out", tmp_path / "a.pt2")[0] == 0
+    code, out, err = call("bench", *reducer, "--rounds", 1, "--batch-sizes", 1, "--json")
+    assert code == 0 and "tnt" in {row["method"] for row in json.loads(out)["results"]}, err
+    sweep = ["sweep", "digits_vit", "--reducers", plan, "--data", digits, "--out", tmp_path / "a.jsonl"]
+    assert call(*sweep, "--workers", 0)[0] == 0
+    assert call("eval", *reducer, "--data", digits, "--at", 2, "--keep", 0.5, "--workers", 0)[0] == 0
+    assert call("macs", "digits_vit", "--method", "tome", "--json")[0] == 0
+
+
+def test_a_plan_can_be_searched_again_from_what_it_has_learned(plan, digits, tmp_path, call):
+    given = ["--data", digits, "--moves", 0, "--workers", 0, "--out", tmp_path / "b.json", "--json"]
+    code, out, err = call("search", "digits_vit", "--reducer", plan, "--drop", 20, *given)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["budget"] == {"drop": 20.0} and found["plan"] == str(tmp_path / "b.json")
+    assert found["chosen"]["held_out"]["top1_drop"] <= 20 and found["front"] and found["proxy"]["schedules"] > 2
+    own = read_plan(plan).learned
+    assert all(torch.equal(own[name], value) for name, value in read_plan(tmp_path / "b.json").learned.items())
+
+
+def test_where_tokens_may_go_can_be_said(digits, tmp_path, call):
+    given = ["--data", digits, "--macs", 0.7, "--moves", 2, "--workers", 0, "--out", tmp_path / "c.json"]
+    code, out, err = call("search", "digits_vit", "--method", "tome", "--at", 2, 3, "--metric", "x", *given)
+    assert code == 0 and "tome, 70 % of the MACs" in out and "uniform rates" in out, err
+    config = read_plan(tmp_path / "c.json").config
+    assert set(config.at) <= {2, 3} and config.metric == "x"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--macs", 0.5, "--out", "a.txt"], "ends in .json"),
+        (["--out", "a.json"], "expected one of --macs"),
+        (["--macs", 0.5, "--speedup", 2, "--out", "a.json"], "--macs and --speedup given"),
+        (["--macs", 0.5, "--method", "tome", "--r", 4, "--out", "a.json"], "--r: is what the search chooses"),
+        (["--macs", 0.5, "--tokens", 4, "--out", "a.json"], "--tokens: is what the search chooses"),
+        (["--macs", 0.5, "--method", "ats", "--out", "a.json"], "ats leaves another number"),
+        (["--macs", 0.5, "--curve", "c.json", "--out", "a.json"], "--curve is of time"),
+        (["--latency", "12", "--out", "a.json"], "such as 12ms"),
+        (["--macs", 0.5, "--reducer", "none.json", "--out", "a.json"], "no such file"),
+    ],
+)
+def test_mistakes_get_one_line(digits, tmp_path, monkeypatch, call, more, words):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call("search", "digits_vit", "--data", digits, "--workers", 0, *more)
+    line = err.strip().splitlines()[-1]
+    assert code in (1, 2) and not out and words in line and "Traceback" not in err, err
+    assert not (tmp_path / "a.json").exists()
