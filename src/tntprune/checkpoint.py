@@ -137,7 +137,8 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
             raise UserError(f"{path}: made for a model of {name} {value}, given one of {getattr(layout, name, None)}")
     method = reduction_of(reduce_(base_of(model), config))  # the model itself stays as it is if this does not fit
     wanted = {name: value.shape for name, value in method.state_dict().items()}
-    found = {name: value.shape for name, value in tensors.items() if name in wanted or not changes}
+    spare = bool(changes) or is_plan(path)  # a plan has what was learned for other places too
+    found = {name: value.shape for name, value in tensors.items() if name in wanted or not spare}
     if missing := sorted(set(wanted) - set(found)):
         hint = "locations that it was trained for" if changes else "what tntprune.save writes"
         raise UserError(f"{path}: has nothing for {missing[0]}; expected {hint}")

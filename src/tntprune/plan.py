@@ -32,7 +32,8 @@ class Plan:
 
     Args:
         config: The reduction.
-        learned: What its method has learned, by name; nothing where there is nothing to learn.
+        learned: What its method has learned, by name, also for places where it does not act here; nothing where there
+            is nothing to learn.
         backbone: `embed_dim` and `depth` of the model that it was made for.
         model: Whose it is; see `fingerprint.identity`.
         weights: The model's own weights, where they were trained with the reduction; written as a path from the plan's

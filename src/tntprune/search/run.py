@@ -133,8 +133,9 @@ def search(
         "proxy": proxy, "photos": [len(job.judge), len(job.verifier)],
         "references": [point.to_dict() for point in marks],
     }  # fmt: skip
+    own = dict(reduced.state_dict() if space.learned is None else space.learned)
     plan = Plan(
-        chosen.config, dict(reduced.state_dict()), backbone, identity(model), weights, made_by, wanted.to_dict(),
+        chosen.config, own, backbone, identity(model), weights, made_by, wanted.to_dict(),
         predicted, [point.to_dict() for point in best],
     )  # fmt: skip
     others = [point for point in verified if point not in best and point not in marks and point is not chosen]
