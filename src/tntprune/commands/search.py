@@ -82,7 +82,6 @@ def search(
     from tntprune.canvas import blank
     from tntprune.checkpoint import load_, read, weights_of
     from tntprune.plan import is_plan, write_plan
-    from tntprune.reduce import base_of
     from tntprune.search.budget import budget
     from tntprune.search.picture import draw_front
     from tntprune.search.run import search as run
@@ -114,15 +113,16 @@ def search(
         "command": "search", "model": model, "weights": weights and str(weights.resolve()), "data": data,
         "reducer": reducer, **wanted.to_dict(), "photos": photos, "minutes": minutes, "moves": moves, "seed": seed,
     }  # fmt: skip
-    known = None
     if wanted.timed:
-        known = _curve(curve, base_of(loaded), config, loaded, batch_size, dtype)
         about |= {"batch_size": batch_size, "dtype": dtype}
+    known = _known(curve, loaded, config, batch_size, dtype)
     found = run(
         loaded, data, method=config, macs=macs, latency=latency, speedup=speedup, drop=drop, blocks=blocks,
         photos=photos, minutes=minutes, moves=moves, seed=seed, workers=workers, curve=known, batch_size=batch_size,
         dtype=dtype, base=base, weights=tuned, made_by=json_format.dumps(about),
     )  # fmt: skip
+    if curve is not None and known is None and found.curve is not None:
+        found.curve.save(curve)
     picture = out.with_suffix(".png")
     write_plan(out, found.plan)
     draw_front(picture, found, model)
@@ -150,19 +150,14 @@ def _check_free(rivals: tuple[str, ...], options: dict[str, Any]) -> None:
             raise UsageError(f"--{name}: is what the search chooses; expected it to be left out")
 
 
-def _curve(
-    path: Path | None, base: nn.Module, config: Config | None, model: nn.Module, batch_size: int, dtype: str
-) -> Any:
-    """The curve of time against tokens: the one that was measured before, or a new one."""
-    from tntprune.reduce import reduction_of
-    from tntprune.search.latency import LatencyCurve, measure_latency
+def _known(path: Path | None, model: nn.Module, config: Config | None, batch_size: int, dtype: str) -> Any:
+    """The curve of time against tokens that was measured before, if it is there."""
+    from tntprune.reduce import base_of, reduction_of
+    from tntprune.search.latency import LatencyCurve
 
+    if path is None or not path.exists():
+        return None
+    known = LatencyCurve.load(path)
     method = config if config is not None else reduction_of(model).config
-    if path is not None and path.exists():
-        known = LatencyCurve.load(path)
-        known.check(base, method, batch_size=batch_size, dtype=dtype)
-        return known
-    found = measure_latency(base, method, batch_size=batch_size, dtype=dtype)
-    if path is not None:
-        found.save(path)
-    return found
+    known.check(base_of(model), method, batch_size=batch_size, dtype=dtype)
+    return known

@@ -7,6 +7,7 @@ from typing import Any
 
 from tntprune.plan import Plan
 from tntprune.search.budget import Budget, said
+from tntprune.search.latency import LatencyCurve
 from tntprune.search.points import Point, points_table, told
 
 
@@ -27,6 +28,7 @@ class Found:
         seconds: That it took, training and measuring included.
         complete: Whether it came to its end before the clock did.
         notes: Lines for a person.
+        curve: Time against tokens, where the budget was of time.
     """
 
     plan: Plan
@@ -41,6 +43,7 @@ class Found:
     seconds: float
     complete: bool
     notes: list[str] = field(default_factory=list)
+    curve: LatencyCurve | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""

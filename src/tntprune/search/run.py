@@ -135,13 +135,13 @@ def search(
     }  # fmt: skip
     own = dict(reduced.state_dict() if space.learned is None else space.learned)
     plan = Plan(
-        chosen.config, own, backbone, identity(model), weights, made_by, wanted.to_dict(),
+        chosen.config, own, backbone, identity(model if base is None else base), weights, made_by, wanted.to_dict(),
         predicted, [point.to_dict() for point in best],
     )  # fmt: skip
     others = [point for point in verified if point not in best and point not in marks and point is not chosen]
     return Found(
         plan, chosen, best, marks, others, wanted, whole, proxy, (len(job.judge), len(job.verifier)),
-        time.monotonic() - began, not clock.rang, notes,
+        time.monotonic() - began, not clock.rang, notes, curve,
     )  # fmt: skip
 
 
