@@ -38,17 +38,17 @@ def noisy(x, eps, scorer, prefix, *, capacity, noise_scale, stream_norm, beta, s
         highest = max(s.item() for s in scores)
         total = sum(torch.exp(s - highest) for s in scores)
         alpha = [torch.exp(s - highest) / total for s in scores]
-        for i, token in enumerate(tokens):
-            kept = layer_norm(token) if stream_norm else token
+        stream = [layer_norm(token) if stream_norm else token for token in tokens]
+        mean = sum(stream[prefix:]) / (len(tokens) - prefix)
+        for i, kept in enumerate(stream):
             if i >= prefix:
                 free = min(1.0, (capacity * alpha[i - prefix]).item())
                 size, goal = 1.0, kept
                 if noise_scale == "rms":
                     size = math.sqrt(sum(float(v) ** 2 for v in kept) / len(kept))
                 if noise_scale == "image":
-                    others = [layer_norm(t) if stream_norm else t for t in tokens[prefix:]]
-                    goal = sum(others) / len(others)
-                    size = (sum((t - goal) ** 2 for t in others) / (len(others) - 1)).sqrt()
+                    goal = mean
+                    size = (sum((t - mean) ** 2 for t in stream[prefix:]) / (len(tokens) - prefix - 1)).sqrt()
                 kept = free * kept + (1 - free) * (goal + beta * size * eps[b, i])
             out[b, i] = kept
     return out

@@ -31,6 +31,10 @@ OPTIONS = [
     {"recipe": "relative", "stream_norm": True},
     {"recipe": "paper", "noise_scale": "rms", "capacity": 1.0},
     {"recipe": "paper", "stream_norm": False, "score_norm": True, "beta": 2.0},
+    {"recipe": "merge"},
+    {"recipe": "merge", "beta": 0.0},
+    {"recipe": "merge", "capacity": 0.5, "noise_at": "all"},
+    {"recipe": "paper", "noise_scale": "image", "beta": 0.3},
 ]
 
 
@@ -100,7 +104,7 @@ def test_noise_is_added_after_the_noisy_blocks_only_and_nothing_is_dropped(kind,
 
 
 def test_one_noisy_block_is_drawn_for_each_pass():
-    model = reduce_(make("plain"), TNT(at=2, noise_blocks=(1, 2, 5)))
+    model = reduce_(make("plain"), TNT(at=2, noise_blocks=(1, 2, 5), rehearsal=0.0))
     seen = [noisy_in_a_pass(model) for _ in range(40)]
     assert all(len(blocks) == 1 for blocks in seen)
     assert {blocks[0] for blocks in seen} == {1, 2, 5}

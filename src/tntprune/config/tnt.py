@@ -137,8 +137,9 @@ class TNT(Config):
             f"similar={self.similar}: with how='merge' what is similar is merged already; expected similar=0, or "
             "how='drop'",
         )
-        seen = not (self.metric == "mean" or self.inside)
-        check(seen or 0 not in self.locations, "at=0: no block has been seen; expected at=1 and up, or metric='x'")
+        if 0 in self.locations:
+            check(self.metric == "x", "at=0: no block has been seen; expected at=1 and up, or metric='x'")
+            check(not self.inside, "at=0: there is no block to act inside of; expected at=1 and up, or inside=False")
         share = is_number(self.capacity) and 0 < self.capacity <= 1  # type: ignore[operator]
         check(
             share or self.capacity in (None, "one", "drawn"),
