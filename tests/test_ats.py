@@ -206,7 +206,7 @@ def test_tokens_that_were_merged_before_keep_their_size():
     size = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) + 1
     size[:, 10:20] = 0  # padding that was there before
     tokens = replace(tokens, size=size, index=tokens.index.where(size > 0, -1))
-    heads = model.halves(2, None).open(tokens.x, method.bias(tokens))
+    heads = model.halves(2, None).open(tokens.x, method.bias(tokens, 2))
     out = method(tokens, Place(2, inside=True), method.plan(64), heads)
     there = out.index >= 0
     assert 0 < there.sum(1).min() < there.sum(1).max() == out.count

@@ -412,7 +412,7 @@ def test_padding_is_no_patch():
     assert tokens.index.tolist() == [[0, 2, 3], [1, -1, -1]]
     assert tokens.size.tolist() == [[1, 1, 1], [1, 0, 0]]
     assert tokens.source.tolist() == [[0, -1, 1, 2], [-1, 0, -1, -1]]
-    bias = method.bias(tokens)
+    bias = method.bias(tokens, 2)
     assert bias.shape == (2, 1, 1, 4)
     assert (bias[:, 0, 0] == 0).tolist() == [[True, True, True, True], [False, True, False, False]]
     assert bias.min() == -1e4

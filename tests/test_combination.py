@@ -39,7 +39,9 @@ from tntprune.train import calibrate_
 from tntprune.trainer import learning
 
 PAIRS = [
+    (TNT(at=2, keep=0.5, recipe="relative"), ToMe(at=(4, 5), r=6)),
     (TNT(at=2, keep=0.5), ToMe(at=(4, 5), r=6)),
+    (TNT(at=(1, 2), keep=0.8, inside=True, metric="mean"), ATS(at=(4, 5), keep=0.6)),
     (TNT(at=(1, 2), keep=0.8, similar=5), ToMe(at=(3, 4, 5, 6), r=4)),
     (ToMe(at=(1, 2), r=8), TopK(at=4, keep=0.5)),
     (Random(at=1, keep=0.8), EViT(at=3, keep=0.7), ToMe(at=5, keep=0.5)),
@@ -66,7 +68,7 @@ def test_a_combination_is_one_after_the_other(kind, configs):
         for part, plan in zip(apart, plans):
             tokens = part(tokens, places[0], plan)
         for number in range(1, len(model.blocks) + 1):
-            bias = next((b for b in (part.bias(tokens) for part in apart) if b is not None), None)
+            bias = next((b for b in (part.bias(tokens, number) for part in apart) if b is not None), None)
             halves = model.halves(number, None)
             heads = halves.open(tokens.x, bias)
             if any(part.sees(number, plan) == "map" for part, plan in zip(apart, plans)):
@@ -139,7 +141,7 @@ def test_while_one_learns_the_others_stand_aside(learner, other):
 
 def test_after_training_all_of_them_act():
     images = photos_for(make("plain"), 6)
-    model = reduce_(make("plain"), TNT(at=2), ToMe(at=4, r=9))
+    model = reduce_(make("plain"), TNT(at=2, rehearsal=0.0), ToMe(at=4, r=9))
     with learning(model):
         assert model.tokens(images, None, False).count == 64
     assert model.tokens(images, None, False).count == 23

@@ -17,7 +17,7 @@ rates = st.floats(min_value=0.01, max_value=1.0)
     at=st.lists(st.integers(0, 30), min_size=1, max_size=4, unique=True).map(sorted),
     keep=rates,
     similar=st.integers(0, 100),
-    recipe=st.sampled_from(["paper", "relative"]),
+    recipe=st.sampled_from(["paper", "relative", "merge"]),
     noise=st.none() | st.lists(st.integers(0, 30), min_size=1, max_size=5),
 )
 def test_json_round_trip(at, keep, similar, recipe, noise):
@@ -57,7 +57,7 @@ def test_one_and_several_locations_are_the_same_thing():
         ({"partition": "both"}, "partition='both'"),
         ({"recipe": "mine"}, "recipe='mine'"),
         ({"scorer": "conv"}, "scorer='conv'"),
-        ({"beta": 0.0}, "beta=0.0"),
+        ({"beta": 0.0, "recipe": "relative"}, "beta=0.0"),
         ({"beta": math.nan}, "beta=nan"),
         ({"capacity": 1.5}, "capacity=1.5"),
         ({"capacity": "two"}, "capacity='two'"),

@@ -31,7 +31,7 @@ def stirred(config, kind="plain"):
     return model
 
 
-@pytest.mark.parametrize("options", [{}, {"scorer": "mlp"}, {"relevance": 1.0, "crowding": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"scorer": "mlp", "hidden": 3}, {"relevance": 1.0, "crowding": 0.5}], ids=str)
 @pytest.mark.parametrize("metric", ["x", "mean"])
 @torch.inference_mode()
 def test_the_step_is_what_loops_say(metric, options):

@@ -339,8 +339,8 @@ def test_blocks_are_opened_only_where_something_has_to_be_seen():
 
 def test_sizes_count_in_attention_only_where_asked_for():
     tokens = replace(start(torch.randn(1, 5, 6), 1), size=torch.tensor([[1.0, 2, 4, 1]]))
-    assert method_for(ToMe(proportional=False), 1, 4).bias(tokens) is None
-    bias = method_for(ToMe(), 1, 4).bias(tokens)
+    assert method_for(ToMe(proportional=False), 1, 4).bias(tokens, 3) is None
+    bias = method_for(ToMe(), 1, 4).bias(tokens, 3)
     torch.testing.assert_close(bias.flatten().exp(), torch.tensor([1.0, 1, 2, 4, 1]))
 
 
