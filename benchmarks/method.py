@@ -69,7 +69,7 @@ class Lab:
     def train(self, variant: Variant, photos: list[Photo], seed: int) -> tuple[Learned, float]:
         """What a training learns, and its seconds; one that has ended is not repeated."""
         out = self.out / f"{variant.like or variant.name}-{len(photos)}-{seed}".replace(" ", "-")
-        training = Training(**{"seed": seed, "amp": "bf16", "epochs": 10, **variant.training})
+        training = Training(**{"seed": seed, "amp": "bf16", "epochs": 5, **variant.training})
         if not ended(out):
             reduce_(self.model, variant.config)
             images = transform_for(self.model, LIGHT if variant.augmented else None)

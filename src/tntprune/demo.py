@@ -32,7 +32,7 @@ METHODS: dict[str, Config] = {
 }
 # Chosen on the training scans alone.
 TRAINING: dict[str, dict[str, Any]] = {
-    "TNT": {"epochs": 3, "lr": 0.01},
+    "TNT": {"epochs": 3},
     "TNT, paper's recipe": {"epochs": 3, "lr": 0.01},
 }
 

@@ -43,8 +43,9 @@ class TNT(Config):
         inside: Act between a block's attention and its MLP, in training too, instead of after the block.
         metric: What is compared where tokens are merged: the tokens, "x", or the "mean" over heads of the keys of the
             block's attention, which is cheaper.
-        relevance: Where tokens are merged, one stays for 1 - its cosine to the most similar token of a higher score
-            + relevance * its score, standardised in its image + crowding * log of the patches that it stands for.
+        relevance: Where tokens are merged, those stay that are worth most: the distance from the most similar token of
+            a higher score, 1 - cosine, times exp(relevance * the score, standardised in its image), times the number
+            of patches that it stands for to the power of `crowding`.
         crowding: See `relevance`.
         proportional: Merged tokens count in attention by their size, to a power that is learned for each block.
         similar: Tokens dropped for being similar to a kept one; 0 turns the step off. Where fewer can go (at most
@@ -79,8 +80,8 @@ class TNT(Config):
     how: Literal["drop", "merge"] | None = option(None, "drop what does not stay, or merge it into what does")
     inside: bool = option(False, "act between attention and MLP, or after the block", learned=True)
     metric: Literal["x", "mean"] = option("x", "compare tokens, or the mean of the heads' keys")
-    relevance: float = option(0.1, "weight of the score beside likeness, where tokens are merged")
-    crowding: float = option(0.15, "weight of the size of what was merged before")
+    relevance: float = option(0.5, "weight of the score beside likeness, where tokens are merged")
+    crowding: float = option(1.0, "weight of the size of what was merged before")
     proportional: bool = option(True, "let merged tokens count in attention by their size")
     similar: int = option(0, "tokens removed for being similar to a kept one")
     similar_at: Literal["score", "start"] | None = option(None, "remove similar tokens after the score or at the start")

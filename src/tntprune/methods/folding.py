@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 from tntprune.tokens import Tokens, follow, pick, take
 
+NEAREST = 1e-4  # distances below it are alike: fp32 tells them from rounding errors no more
+
 
 def standardised(score: torch.Tensor) -> torch.Tensor:
     """Scores (B, n) with mean 0 and standard deviation 1 in each image."""
@@ -27,42 +29,49 @@ def choose(
     count: int,
     relevance: float,
     crowding: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Which tokens stay, which go, and where to. No gradient goes through.
 
-    A token's worth is 1 - its cosine to the most similar token of a higher score (or 0, if that is larger) + relevance
-    * its score + crowding * log of its size. Of equal scores the first counts as the higher.
+    A token's worth is its distance from the most similar token of a higher score, 1 - cosine and at most 1, times
+    exp(relevance * its score), times its size ** crowding. Of equal scores the first counts as the higher.
 
     Args:
         score: (B, n), standardised.
         compared: (B, n, d), what likeness is told by.
         size: (B, n), how many patches each token stands for; None if each stands for one.
         count: How many stay, at least 1 and less than n.
-        relevance: Weight of the score.
-        crowding: Weight of the size.
+        relevance: Weight of the score beside the log of the distance.
+        crowding: Weight of the log of the size.
 
     Returns:
         Positions of those that stay, the highest score first (B, count), and of those that go (B, n - count); and for
-        each of these the most similar one among the first, 0 to count - 1 (B, n - count).
+        each of these the most similar one among the first, 0 to count - 1, and its cosine (both B, n - count).
     """
     score = score.detach().float()
     rank = score.argsort(dim=1, descending=True, stable=True)  # (B, n)
     x = F.normalize(pick(compared.detach().float(), rank), dim=-1)  # (B, n, d), the highest score first
     with torch.autocast(x.device.type, enabled=False):
         alike = x @ x.transpose(1, 2)  # (B, n, n)
-    worth = 1 - alike.tril(-1).amax(2) + relevance * score.gather(1, rank)  # (B, n)
+    far = (1 - alike.tril(-1).amax(2)).clamp(min=NEAREST)  # (B, n)
+    worth = far.log() + relevance * score.gather(1, rank)
     if size is not None:
         worth = worth + crowding * size.gather(1, rank).log()
     place = worth.argsort(dim=1, descending=True, stable=True)
     stay, go = place[:, :count].sort(1).values, place[:, count:]  # (B, count), (B, n - count)
     among = pick(alike, go).gather(2, stay[:, None].expand(-1, go.shape[1], -1))  # (B, n - count, count)
-    return rank.gather(1, stay), rank.gather(1, go), among.argmax(2)
+    likeness, target = among.max(2)
+    return rank.gather(1, stay), rank.gather(1, go), target, likeness
 
 
 def fold(
-    tokens: Tokens, keep: torch.Tensor, source: torch.Tensor, target: torch.Tensor, weight: torch.Tensor
+    tokens: Tokens,
+    keep: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor,
+    share: torch.Tensor | None = None,
 ) -> Tokens:
-    """Merge tokens into others, by their weighted mean; gradients reach the tokens and the weights.
+    """Merge tokens into others, by their weighted mean; gradients reach the tokens, the weights and the shares.
 
     A one-hot matmul does it, as in `tokens.merge`, whose targets are the same in every image.
 
@@ -72,6 +81,8 @@ def fold(
         source: (B, r), positions of those that go.
         target: (B, r), where in `keep` each goes.
         weight: (B, n), above 0: what each counts for in the mean, beside the number of patches that it stands for.
+        share: (B, r), above 0 and at most 1: how much of each that goes is merged, while the rest is dropped; None is
+            all of it.
 
     Returns:
         k patch tokens.
@@ -80,8 +91,9 @@ def fold(
     kept = take(replace(tokens, size=size, source=None), keep)
     assert kept.size is not None
     lands = target[:, None] == torch.arange(keep.shape[1], device=keep.device)[:, None]  # (B, k, r)
-    weight = weight.float() * size
-    own, extra = weight.gather(1, keep), lands * weight.gather(1, source)[:, None]
+    gone = size.gather(1, source) if share is None else size.gather(1, source) * share  # (B, r), in patches
+    own = kept.size * weight.gather(1, keep).float()
+    extra = lands * (gone * weight.gather(1, source).float())[:, None]
     total = own + extra.sum(2)  # (B, k)
     own, extra = (own / total).to(kept.x.dtype)[:, :, None], (extra / total[:, :, None]).to(kept.x.dtype)
     with torch.autocast(tokens.x.device.type, enabled=False):  # what takes nothing in comes out bit for bit
@@ -93,6 +105,6 @@ def fold(
     return replace(
         kept,
         x=torch.cat([kept.x[:, : tokens.prefix], x], 1),  # (B, prefix + k, D)
-        size=kept.size + (lands * size.gather(1, source)[:, None]).sum(2),
+        size=kept.size + (lands * gone[:, None]).sum(2),
         source=carrier,
     )

@@ -51,6 +51,11 @@ class Scorer(nn.Module):
         return x.squeeze(-1)
 
 
+def one_each(blocks: Sequence[int], value: float) -> nn.ParameterDict:
+    """A number to learn for each block."""
+    return nn.ParameterDict({str(block): torch.full((), value) for block in blocks})
+
+
 @implements(TNT)
 class TrainingNoise(Method):
     """TNT on one backbone: noise while the module is in training mode, and fewer tokens otherwise."""
@@ -86,9 +91,8 @@ class TrainingNoise(Method):
             if step.leaving < step.ranked:
                 self.register_buffer(f"order{step.ranked}", order(step.ranked, config.order), persistent=False)
         if config.merges:
-            self.weights = nn.ParameterDict(
-                {str(block): torch.full((), 0.4) for block in blocks}
-            )  # of a score in means
+            self.weights = one_each(blocks, 0.4)  # of a score in means
+            self.fades = one_each(blocks, 1.5)  # how fast tokens count less the less they are like what they go into
             self.powers = nn.Parameter(torch.full((layout.depth,), 0.6))  # of a size in each block's attention
         self.proportional = config.merges and config.proportional
         self.lr = 0.03 if config.merges else 0.01
@@ -189,8 +193,12 @@ class TrainingNoise(Method):
         if self.config.metric == "mean":
             assert heads is not None
             compared = heads.key[:, :, tokens.prefix :].float().mean(1)  # (B, n, head_dim)
-        found = choose(score, compared, tokens.size, step.leaving, self.config.relevance, self.config.crowding)
-        return fold(tokens, *found, (self.weights[str(step.place.block)].float() * score).exp())
+        config, block = self.config, str(step.place.block)
+        stay, go, target, likeness = choose(
+            score, compared, tokens.size, step.leaving, config.relevance, config.crowding
+        )
+        share = (self.fades[block].float().clamp(min=0) * (likeness - 1)).exp()
+        return fold(tokens, stay, go, target, (self.weights[block].float() * score).exp(), share)
 
     def groups(self, count: int, device: torch.device) -> torch.Tensor:
         """The order (count,) whose first half is the group that loses tokens."""

@@ -32,7 +32,7 @@ PARTS = {  # of the paper
 LEARNERS: dict[str, Config] = {  # what is trained; one training serves every rate and place
     "tnt": TNT(recipe="paper"),
     "tnt-mlp": TNT(recipe="paper", scorer="mlp"),
-    "tnt-relative": TNT(),
+    "tnt-relative": TNT(recipe="relative"),
     "dynamicvit": DynamicViT(),
     "evit": EViT(),
 }
