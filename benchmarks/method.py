@@ -134,7 +134,13 @@ def ablation(lab: Lab) -> None:
     lab.judge("ablation unpruned", None, {}, "judge", True)
     for variant in variants():
         for seed in SEEDS[: 3 if (variant.like or variant.name) in ("default", "whole") else 1]:
-            learned, _ = lab.train(variant, lab.photos["learn"], seed)
+            found, _ = lab.train(variant, lab.photos["learn"], seed)
+            learned = {
+                name: torch.full_like(value, variant.learned[name.partition(".")[0]])
+                if name.partition(".")[0] in variant.learned
+                else value
+                for name, value in found.items()
+            }
             for label, config in variant.settings().items():
                 lab.judge(f"ablation {variant.name} {label} {seed}", config, learned, "judge", True)
 

@@ -14,6 +14,11 @@ from tntprune.config import Config
 KEEPS = (0.5, 0.35, 0.25)
 EVERYWHERE = TNT(at=tuple(range(1, 13)), inside=True, metric="mean", keep=1.0)
 COUNTS = (196, 173, 148, 124, 102, 82, 65, 51, 39, 30, 22, 1)  # inside each block: about half of the MACs saved
+LEARNED = {  # what each of the learned numbers is good for
+    "equal weights in means": {"weights": 0.0},
+    "sizes count in full, as in ToMe": {"powers": 1.0},
+    "unlike tokens are merged in full": {"fades": 0.0},
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Variant:
         keeps: Shares that it is judged at, if it acts after one block; else at the counts of `COUNTS`.
         changes: Options that differ when it is judged.
         like: Another variant that is trained in the same way, so that it is trained once.
+        learned: What takes the place of learned numbers when it is judged, by the beginning of their names.
     """
 
     name: str
@@ -37,6 +43,7 @@ class Variant:
     keeps: tuple[float, ...] = (0.5, 0.25)
     changes: dict[str, Any] = field(default_factory=dict)
     like: str = ""
+    learned: dict[str, float] = field(default_factory=dict)
 
     @property
     def labelled(self) -> bool:
@@ -76,11 +83,13 @@ def variants() -> Iterator[Variant]:
     yield changed("MLP scorer", scorer="mlp", hidden=192)
     yield changed("labels", objective="ce")
     for name, changes in {
-        "sizes do not count": {"proportional": False}, "relevance 0.05": {"relevance": 0.05},
-        "relevance 0.2": {"relevance": 0.2}, "relevance 1": {"relevance": 1.0}, "no relevance": {"relevance": 0.0},
+        "sizes do not count": {"proportional": False}, "no relevance": {"relevance": 0.0},
+        "relevance 0.25": {"relevance": 0.25}, "relevance 1": {"relevance": 1.0},
     }.items():  # fmt: skip
         yield Variant(name, single, **one, changes=changes, like="default")
     yield Variant("dropping, with what merging learned", single, **one, changes={"how": "drop"}, like="default")
+    for name, learned in LEARNED.items():
+        yield Variant(name, single, **one, like="default", learned=learned)
     yield Variant("no augmentation", single, **one, augmented=False)
     yield Variant("learning rate 0.01", single, {"epochs": 6, "lr": 0.01})
     yield Variant("learning rate 0.1", single, {"epochs": 6, "lr": 0.1})
@@ -88,11 +97,13 @@ def variants() -> Iterator[Variant]:
     yield Variant("twice the steps", single, {"epochs": 12})
     yield Variant("whole", whole, **one)
     for name, changes in {
-        "whole, no relevance": {"relevance": 0.0}, "whole, relevance 0.05": {"relevance": 0.05},
-        "whole, no crowding": {"crowding": 0.0}, "whole, crowding 0.1": {"crowding": 0.1},
+        "whole, no relevance": {"relevance": 0.0}, "whole, relevance 1": {"relevance": 1.0},
+        "whole, no crowding": {"crowding": 0.0}, "whole, crowding 0.5": {"crowding": 0.5},
         "whole, sizes do not count": {"proportional": False},
     }.items():  # fmt: skip
         yield Variant(name, whole, **one, changes=changes, like="whole")
+    for name, learned in LEARNED.items():
+        yield Variant(f"whole, {name}", whole, **one, like="whole", learned=learned)
     yield Variant("whole, tokens compared", whole.changed(metric="x"), **one)
     yield Variant("whole, no rehearsal", whole.changed(rehearsal=0.0), **one)
     yield Variant("whole, rehearsal 0.8", whole.changed(rehearsal=0.8), **one)
