@@ -110,19 +110,21 @@ def chosen(score, compared, size, count: int, relevance: float, crowding: float)
     worth = {}
     for place, i in enumerate(ranked):
         likeness = max([0.0, *(cosine(compared[i], compared[better]) for better in ranked[:place])])
-        worth[i] = 1 - likeness + relevance * float(score[i]) + crowding * math.log(float(size[i]))
+        far = max(1e-4, 1 - likeness)
+        worth[i] = far * math.exp(relevance * float(score[i])) * float(size[i]) ** crowding
     best = sorted(ranked, key=lambda i: -worth[i])[:count]
     stay = [i for i in ranked if i in best]
     into = {i: max(stay, key=lambda j: cosine(compared[i], compared[j])) for i in range(n) if i not in best}
     return stay, into
 
 
-def folded(x: torch.Tensor, size, weight, stay: list[int], into: dict[int, int]):
-    """Tokens (n, D) of one image with some merged into others: (k, D), and the patches that each stands for."""
+def folded(x: torch.Tensor, size, weight, stay: list[int], into: dict[int, int], share: dict[int, float]):
+    """Tokens (n, D) of one image with some merged into others, or a share of them: (k, D), and each one's patches."""
     tokens, sizes = [], []
     for keeper in stay:
         members = [keeper, *(i for i, target in into.items() if target == keeper)]
-        shares = [float(weight[i]) * float(size[i]) for i in members]
-        tokens.append(sum(share * x[i] for share, i in zip(shares, members)) / sum(shares))
-        sizes.append(sum(float(size[i]) for i in members))
+        patches = [float(size[i]) * share.get(i, 1.0) for i in members]
+        weights = [float(weight[i]) * count for i, count in zip(members, patches)]
+        tokens.append(sum(w * x[i] for w, i in zip(weights, members)) / sum(weights))
+        sizes.append(sum(patches))
     return torch.stack(tokens), sizes

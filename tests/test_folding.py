@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import chosen, folded
+from reference import chosen, cosine, folded
 from tntprune.methods.folding import choose, fold, standardised
 from tntprune.tokens import start, take
 
@@ -37,16 +37,20 @@ weights = st.sampled_from([0.0, 0.03, 0.1, 1.0])
 def test_they_do_what_loops_say(n, seed, sized, data):
     count, relevance, crowding = data.draw(st.integers(1, n - 1)), data.draw(weights), data.draw(weights)
     tokens, score, weight = case(n, seed, sized)
-    stay, go, target = choose(score, tokens.patches, tokens.size, count, relevance, crowding)
-    out = fold(tokens, stay, go, target, weight)
+    stay, go, target, likeness = choose(score, tokens.patches, tokens.size, count, relevance, crowding)
+    share = (3 * (likeness - 1)).exp() if data.draw(st.booleans()) else None
+    out = fold(tokens, stay, go, target, weight, share)
     for b in range(2):
         size = sizes_of(tokens)[b]
         expected, into = chosen(score[b], tokens.x[b], size, count, relevance, crowding)
         assert stay[b].tolist() == expected
         assert dict(zip(go[b].tolist(), stay[b, target[b]].tolist())) == into
-        x, sizes = folded(tokens.x[b], size, weight[b], expected, into)
+        for i, one, cos in zip(go[b].tolist(), target[b].tolist(), likeness[b].tolist()):
+            assert cos == pytest.approx(cosine(tokens.x[b, i], tokens.x[b, expected[one]]), abs=1e-5)
+        shares = {} if share is None else dict(zip(go[b].tolist(), share[b].tolist()))
+        x, sizes = folded(tokens.x[b], size, weight[b], expected, into, shares)
         torch.testing.assert_close(out.x[b], x, atol=1e-5, rtol=1e-5)
-        assert out.size[b].tolist() == sizes and out.index[b].tolist() == expected
+        assert out.size[b].tolist() == pytest.approx(sizes) and out.index[b].tolist() == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -61,7 +65,7 @@ def test_what_must_always_hold(n, seed, sized, data):
             break
         count = data.draw(st.integers(1, now.count - 1))
         _, score, weight = case(now.count, seed + turn)
-        stay, go, target = choose(score, now.patches, now.size, count, relevance, 0.0)
+        stay, go, target, _ = choose(score, now.patches, now.size, count, relevance, 0.0)
         everyone = torch.cat([stay, go], 1).sort(1).values
         assert torch.equal(everyone, torch.arange(now.count).expand(2, -1))  # each stays or goes, and none does both
         assert stay.shape == (2, count) and 0 <= target.min() and target.max() < count
@@ -85,9 +89,9 @@ def test_what_must_always_hold(n, seed, sized, data):
 def test_a_copy_of_a_more_relevant_token_goes_before_an_unlike_one_of_the_same_score():
     x = torch.eye(4)[[0, 0, 1, 2]][None] + 0.0  # the second is the first once more
     score = torch.tensor([[1.5, -0.5, -0.5, -0.5]])
-    stay, go, target = choose(score, x, None, 3, 0.1, 0.03)
+    stay, go, target, _ = choose(score, x, None, 3, 0.1, 0.03)
     assert stay.tolist() == [[0, 2, 3]] and go.tolist() == [[1]] and target.tolist() == [[0]]
-    stay, go, _ = choose(score.flip(1), x.flip(1), None, 3, 0.1, 0.03)
+    stay, go, _, _ = choose(score.flip(1), x.flip(1), None, 3, 0.1, 0.03)
     assert stay.tolist() == [[3, 0, 1]] and go.tolist() == [[2]]
 
 
@@ -104,7 +108,7 @@ def test_of_equal_tokens_with_equal_scores_the_first_stay(x):
     """Nothing divides by zero, and no tie is left to chance."""
     score = standardised(torch.full((2, 6), 3.0))
     assert torch.equal(score, torch.zeros(2, 6))
-    stay, go, target = choose(score, x.expand(2, -1, -1), None, 4, 0.1, 0.03)
+    stay, go, target, _ = choose(score, x.expand(2, -1, -1), None, 4, 0.1, 0.03)
     assert stay.tolist() == [[0, 1, 2, 3]] * 2 and go.tolist() == [[4, 5]] * 2 and target.tolist() == [[0, 0]] * 2
     out = fold(start(x.expand(2, -1, -1), 0), stay, go, target, torch.ones(2, 6))
     assert out.x.isfinite().all() and out.size.tolist() == [[3, 1, 1, 1]] * 2
@@ -129,7 +133,7 @@ def test_an_image_does_not_depend_on_its_batch():
     def done(some):
         part = replace(tokens, x=tokens.x[some], index=tokens.index[some], size=tokens.size[some], source=None)
         found = choose(score[some], part.patches, part.size, 6, 0.1, 0.03)
-        return found, fold(part, *found, weight[some])
+        return found, fold(part, *found[:3], weight[some])
 
     found, whole = done(slice(None))
     for b in range(5):
@@ -154,7 +158,7 @@ def test_gradients_reach_tokens_and_weights_and_are_right():
     goal = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
     def loss(x, weight):
-        return (fold(replace(tokens, x=x), *found, weight).x * goal).sum()
+        return (fold(replace(tokens, x=x), *found[:3], weight).x * goal).sum()
 
     for grad, given_ in zip(torch.autograd.grad(loss(x, weight), (x, weight)), (x, weight)):
         assert (grad[:, tokens.prefix :] if grad.ndim == 3 else grad).abs().sum() > 0
@@ -167,12 +171,12 @@ def test_gradients_reach_tokens_and_weights_and_are_right():
 def test_half_precision_around_it_changes_neither_the_choice_nor_the_tokens():
     tokens, score, weight = case(30, 5, prefix=1)
     found = choose(score, tokens.patches, tokens.size, 12, 0.1, 0.03)
-    out = fold(tokens, *found, weight)
+    out = fold(tokens, *found[:3], weight)
     with torch.autocast("cpu", torch.bfloat16):
         again = choose(score, tokens.patches, tokens.size, 12, 0.1, 0.03)
         assert all(torch.equal(a, b) for a, b in zip(found, again))
-        assert torch.equal(fold(tokens, *again, weight).x, out.x)
-    half = fold(replace(tokens, x=tokens.x.bfloat16()), *found, weight)
+        assert torch.equal(fold(tokens, *again[:3], weight).x, out.x)
+    half = fold(replace(tokens, x=tokens.x.bfloat16()), *found[:3], weight)
     assert half.x.dtype == torch.bfloat16 and half.size.dtype == torch.float32
     torch.testing.assert_close(half.x.float(), out.x, atol=0.05, rtol=0.05)
 
@@ -180,5 +184,5 @@ def test_half_precision_around_it_changes_neither_the_choice_nor_the_tokens():
 def test_what_was_not_followed_is_not_followed():
     tokens, score, weight = case(6, 0)
     found = choose(score, tokens.patches, tokens.size, 2, 0.1, 0.03)
-    assert fold(replace(tokens, source=None), *found, weight).source is None
+    assert fold(replace(tokens, source=None), *found[:3], weight).source is None
     assert take(tokens, found[0]).count == 2
