@@ -104,7 +104,7 @@ def test_every_place_gets_its_carrier_or_the_nearest_kept_token_at_any_size(name
             assert carrier.shape == (2, grid[0] * grid[1]), block
 
 
-@pytest.mark.parametrize("name", ["random-several", "tome", "evovit", "ats", "avit", "evit", "tnt-merge"])
+@pytest.mark.parametrize("name", ["random-several", "tome", "evovit", "ats", "avit", "evit", "tnt-merging-inside"])
 def test_it_does_not_depend_on_the_batch(name):
     model = stirred(make("dynamic"), CONFIGS[name])
     images = torch.randn(4, 3, 24, 48, generator=torch.Generator().manual_seed(0))
@@ -141,7 +141,7 @@ def test_with_everything_kept_intermediates_are_timms_bit_for_bit(model):
             assert all(torch.utils._pytree.tree_leaves(same)), call
 
 
-@pytest.mark.parametrize("name", ["random-several", "tnt-merge", "tome", "evit", "evovit", "zerotprune", "avit"])
+@pytest.mark.parametrize("name", ["random-several", "tnt-merging", "tome", "evit", "evovit", "zerotprune", "avit"])
 def test_intermediates_are_what_each_block_computed(name):
     model = stirred(make("plain"), CONFIGS[name])
     images, made, left = photos_for(model), {}, {}

@@ -34,7 +34,9 @@ def written(tmp_path_factory):
     ("to", "kind", "configs", "dynamic"),
     [
         ("onnx", "distilled", [TNT(at=3, keep=0.5, similar=25)], True),
+        ("onnx", "distilled", [TNT(at=(1, 2, 4), keep=0.7, inside=True, metric="mean")], True),
         ("onnx", "registers", [AViT(at=3)], False),
+        ("openvino", "no_cls", [TNT(at=2, keep=0.5)], False),
         ("openvino", "plain", [Random(at=3)], True),
         ("openvino", "no_cls", [ToMe(at=2, r=4), Random(at=3)], False),
         ("pt2", "layer_scale", [TopK(at=2, keep=0.7), ToMe(at=4, r=5)], True),

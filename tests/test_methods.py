@@ -20,17 +20,19 @@ CONFIGS = {
     "random": Random(at=2, keep=0.5),
     "random-several": Random(at=(1, 3), keep=(0.8, 0.5)),
     "random-start": Random(at=0, tokens=9),
-    "tnt": TNT(at=2, keep=0.5),
+    "tnt": TNT(at=2, keep=0.5, recipe="relative"),
     "tnt-paper": TNT(at=2, keep=0.5, recipe="paper"),
-    "tnt-mlp": TNT(at=2, keep=0.5, scorer="mlp"),
+    "tnt-mlp": TNT(at=2, keep=0.5, recipe="relative", scorer="mlp"),
     "tnt-similar": TNT(at=3, keep=0.5, similar=5),
-    "tnt-merge": TNT(at=3, keep=0.5, similar=5, similar_how="merge"),
+    "tnt-similar-merge": TNT(at=3, keep=0.5, similar=5, similar_how="merge"),
     "tnt-sequential": TNT(at=3, keep=0.5, similar=5, partition="sequential"),
     "tnt-several": TNT(at=(1, 2, 4), keep=(0.9, 0.8, 0.5), similar=6),
     "tnt-several-merge": TNT(at=(1, 2), keep=0.8, similar=6, similar_how="merge"),
     "tnt-similar-each": TNT(at=(1, 2), keep=0.8, similar=3, similar_at="score"),
     "tnt-only-similar": TNT(at=2, keep=0.9, similar=25),
-    "tnt-embedding": TNT(at=0, tokens=9, noise_blocks=(0, 1)),
+    "tnt-embedding": TNT(at=0, tokens=9, noise_blocks=(0, 1), recipe="relative"),
+    "tnt-merging": TNT(at=2, keep=0.5),
+    "tnt-merging-inside": TNT(at=(1, 2, 4), keep=(0.8, 0.7, 0.5), inside=True, metric="mean"),
     "topk": TopK(at=2, keep=0.5),
     "topk-after": TopK(at=(2, 3), keep=0.7, inside=False, rows="mean"),
     "evit": EViT(at=(2, 4), keep=0.7),
@@ -45,8 +47,21 @@ CONFIGS = {
     "avit-fixed": AViT(at=2, keep=0.5),
     "evovit": EvoViT(at=(2, 4), keep=0.5),
 }
-SOME = ("random", "tnt-similar", "tnt-several", "tnt-merge", "evit", "tome", "ats")
-EACH = ("tnt-merge", "topk", "evit", "dynamicvit", "tome", "tome-passes", "zerotprune", "ats", "avit", "evovit")
+SOME = ("random", "tnt-similar", "tnt-several", "tnt-similar-merge", "tnt-merging-inside", "evit", "tome", "ats")
+EACH = (
+    "tnt-similar-merge",
+    "tnt-merging",
+    "tnt-merging-inside",
+    "topk",
+    "evit",
+    "dynamicvit",
+    "tome",
+    "tome-passes",
+    "zerotprune",
+    "ats",
+    "avit",
+    "evovit",
+)
 LOOSE = (
     "ats",
     "avit",
@@ -128,7 +143,9 @@ def test_kept_patches_are_unique_in_range_counted_and_really_those(model, config
         carried = trace.carrier[place.block].gather(1, kept.clamp(min=0))
         assert torch.equal(carried[placed], kept[placed])  # each carries itself
         dropped = trace.carrier[place.block] == -1
-        if not (config.method == "tome" or getattr(config, "similar_how", "") == "merge"):
+        if config.method == "tome" or getattr(config, "merges", False):
+            assert not dropped.any()
+        elif getattr(config, "similar_how", "") != "merge":
             assert torch.equal(dropped.sum(1), layout.patches - placed.sum(1))
     blocks = [place.block for place in plan]
     for early, late in zip(blocks, blocks[1:]):
@@ -183,7 +200,7 @@ def test_a_copy_is_independent_and_equal(model, config):
         assert tntprune.macs(model).macs < tntprune.macs(twin).macs
 
 
-@pytest.mark.parametrize("name", ["random", "tnt", "tnt-mlp", "topk", "dynamicvit", "avit-fixed"])
+@pytest.mark.parametrize("name", ["random", "tnt", "tnt-mlp", "tnt-merging", "topk", "dynamicvit", "avit-fixed"])
 @pytest.mark.parametrize("kind", ["plain", "registers", "distilled"])
 def test_kept_sets_are_nested(kind, name):
     model = make(kind)
@@ -270,9 +287,12 @@ def test_compiled_in_one_graph_gives_what_eager_gives(name):
     torch.testing.assert_close(run(compiled, images), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", BACKBONES)
-def test_gradient_checkpointing_changes_nothing(kind):
-    model = stirred(make(kind), CONFIGS["tnt-several"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, "tnt-several") for kind in BACKBONES] + [(kind, "tnt-merging-inside") for kind in ("plain", "eva02")],
+)
+def test_gradient_checkpointing_changes_nothing(kind, name):
+    model = stirred(make(kind), CONFIGS[name])
     images = photos_for(model).requires_grad_()
     (plain,) = torch.autograd.grad(model(images).square().sum(), images)
     model.set_grad_checkpointing(True)

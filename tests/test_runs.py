@@ -345,7 +345,7 @@ def test_starting_over_is_refused(left, stopped):
         ({"training": replace(TRAINING, seed=1)}, "training.seed=0, not 1"),
         ({"training": replace(TRAINING, batch_size=3)}, "training.batch_size=4, not 3"),
         ({"config": replace(CONFIG, keep=0.3)}, "reduction.keep=None, not [0.3]"),
-        ({"config": replace(CONFIG, recipe="paper")}, "reduction.recipe=relative, not paper"),
+        ({"config": replace(CONFIG, recipe="paper")}, "reduction.recipe=merge, not paper"),
         ({"config": TNT(at=2)}, "reduction.noise_blocks=[2, 4], not None"),
         ({"about": {"data": "/elsewhere"}}, "data=None, not /elsewhere"),
     ],

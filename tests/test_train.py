@@ -30,7 +30,7 @@ LABELS = torch.tensor([0, 6, 3, 1, 5, 2])
 
 def reduced(kind="plain", **options):
     """A model whose scorers all learn in every step, unless told otherwise."""
-    return reduce_(make(kind), TNT(**{"noise_at": "all", **options}))
+    return reduce_(make(kind), TNT(**{"recipe": "relative", "noise_at": "all", **options}))
 
 
 def images_for(model):
@@ -74,7 +74,7 @@ def photos(folder: Path, model, classes: int = 0) -> Path:
 
 
 @pytest.mark.parametrize("objective", ["kl", "ce"])
-@pytest.mark.parametrize("recipe", ["relative", "paper"])
+@pytest.mark.parametrize("recipe", ["relative", "paper", "merge"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_scorers_change_and_the_model_does_not(kind, recipe, objective):
     model = reduced(kind, recipe=recipe, objective=objective)
@@ -243,7 +243,7 @@ def test_cross_entropy_of_a_distilled_model_is_that_of_the_cls_head():
 
 def test_the_divergence_falls_on_digits():
     images, others = cluttered_digits("train")[0][:384].split((256, 128))
-    model = reduce_(digits_vit(), TNT(at=2, tokens=16))
+    model = reduce_(digits_vit(), TNT(at=2, tokens=16, recipe="relative"))
 
     def divergence():
         with learning(model), torch.no_grad():

@@ -39,7 +39,8 @@ IMAGES, LABELS = photos_for(make("plain"), 12), torch.arange(12) % 7
 ONE = {"epochs": 1, "batch_size": 12, "warmup": 0.0, "progress": False, "amp": "none"}
 
 LEARNERS = {
-    "tnt": TNT(at=2, noise_blocks=(2, 4), noise_at="all"),
+    "tnt": TNT(at=2, noise_blocks=(2, 4), noise_at="all", recipe="relative"),
+    "tnt-merging": TNT(at=(2, 4), noise_blocks=(2, 4), rehearsal=1 - 1e-9),
     "tnt-mlp": TNT(at=2, noise_blocks=2, scorer="mlp", recipe="paper"),
     "dynamicvit": DynamicViT(at=(2, 4)),
     "avit": AViT(gate_center=6.0),
@@ -253,7 +254,7 @@ def test_rates_rise_from_and_fall_to_what_is_said():
 
 def test_gradients_are_shortened_together():
     def norm(clip):
-        model = reduce_(make("plain"), TNT(at=2, noise_blocks=(2, 4), noise_at="all"))
+        model = reduce_(make("plain"), TNT(at=2, noise_blocks=(2, 4), noise_at="all", recipe="relative"))
         with learning(model):
             trainer = Trainer(model, Training(clip=clip, amp="none"), 10)
             trainer.step(0, [(IMAGES, LABELS)])
