@@ -61,7 +61,7 @@ def test_every_command_takes_a_plan_as_its_reducer(plan, digits, tmp_path, call)
     photo = next(digits.glob("*/*"))
     assert call("show", *reducer, photo, "--out", tmp_path / "a.png")[0] == 0
     assert call("export", *reducer, "--to", "pt2", "--out", tmp_path / "a.pt2")[0] == 0
-    code, out, err = call("bench", *reducer, "--rounds", 1, "--batch-sizes", 1, "--json")
+    code, out, err = call("bench", *reducer, "--rounds", 3, "--batch-sizes", 1, "--json")
     assert code == 0 and "tnt" in {row["method"] for row in json.loads(out)["results"]}, err
     sweep = ["sweep", "digits_vit", "--reducers", plan, "--data", digits, "--out", tmp_path / "a.jsonl"]
     assert call(*sweep, "--workers", 0)[0] == 0

@@ -75,7 +75,8 @@ def search(
     """Find where tokens go and how many stay, so that the model keeps the most within a budget.
 
     Writes a plan, which --reducer takes wherever it takes a trained run. --at says where tokens may go (everywhere).
-    A method that has to be trained is trained first if there is no --reducer.
+    A method that has to be trained is trained first if there is no --reducer; tnt then acts inside blocks, and compares
+    keys, unless --inside or --metric says otherwise.
     """
     import torch
 
@@ -133,12 +134,16 @@ def search(
 
 def _method(name: str | None, flags: MethodOptions, alone: bool) -> Config | None:
     """The method that is searched for, where it is not a saved one."""
+    from tntprune.config import TNT
+
     if not alone:
         return None
     if name is None:
         name = "tnt"
     chosen = {key: value for key, value in vars(flags).items() if key != "at"}
     config = config_from(name, type(flags)(**chosen))
+    if isinstance(config, TNT) and config.merges and not {"inside", "metric"} & set(given(flags)):
+        config = config.changed(inside=True, metric="mean")  # what a schedule over the whole model is best with
     _check_free(config.rivals, given(flags))
     return config
 

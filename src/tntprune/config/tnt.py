@@ -105,6 +105,8 @@ class TNT(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.similar and self.how is None:  # said once, so that it stays when `similar` is changed
+            object.__setattr__(self, "how", "drop")
         if self.noise_blocks is not None:
             blocks = as_tuple(self.noise_blocks)
             for block in blocks:
@@ -162,7 +164,7 @@ class TNT(Config):
     @property
     def what(self) -> Literal["drop", "merge"]:
         """`how`, decided where it was left open."""
-        return self.how or ("drop" if self.similar else RECIPES[self.recipe]["how"])
+        return self.how or RECIPES[self.recipe]["how"]
 
     @property
     def merges(self) -> bool:

@@ -77,7 +77,12 @@ def fit(shape: Shape, space: Space, cost: Callable[[Config], float], limit: floa
 
 
 def priced(shape: Shape, left: Left, space: Space, cost: Callable[[Config], float]) -> Schedule | None:
-    """A schedule with its cost; None where nothing goes or the method has no such schedule."""
+    """A schedule with its cost; None where nothing goes or the method has no such schedule.
+
+    What goes for nothing in the last block goes, unless the shape is one that is known by its name.
+    """
+    if space.free and not shape.name:
+        left = (*left[:-1], space.least)
     try:
         config = space.config(left, shape.similar)
         return Schedule(shape, left, config, cost(config))
@@ -108,6 +113,9 @@ def family(space: Space) -> list[Shape]:
             for trend in (-0.7, 0.0, 0.7):
                 weights = tuple(_ramp(block, first, last, trend) for block in blocks)
                 found += [Shape(weights, similar=similar) for similar in space.similars]
+            for trend in (0.0, 0.3):
+                weights = tuple(_ramp(block, first, last, trend) for block in blocks)
+                found += [Shape(weights, True, similar) for similar in space.similars]
     for spots in _few(depth):
         weights = tuple(float(block in spots) for block in blocks)
         if any(weights):

@@ -94,6 +94,12 @@ class Space:
         return found
 
     @property
+    def free(self) -> bool:
+        """Whether tokens may go inside the last block, behind whose attention nothing reads them: it costs nothing."""
+        reads = self.layout.cls and self.layout.pool == "token"
+        return reads and self.template.is_inside and self.blocks[-1] == self.depth
+
+    @property
     def least(self) -> int:
         """The fewest patch tokens that can be left."""
         return min(self.asked)
@@ -121,6 +127,8 @@ class Space:
         """
         at, tokens, before = [], [], self.patches - similar
         for block, count in zip(self.blocks, left, strict=True):
+            if count >= before:
+                continue
             count = self._reachable(count)
             if count < before and self.asked[count] <= before:  # no more can be asked for than arrive
                 at.append(block)
