@@ -119,7 +119,7 @@ def efforts() -> Iterator[tuple[Variant, int]]:
 
 
 def schedules(plans: Path | None) -> dict[str, Config]:
-    """What the plans of `tntprune search` say, by their budgets: files such as 0.731.json."""
+    """What the plans of benchmarks/search.py say, by their budgets: files such as tnt-731.json."""
     if plans is None:
         return {}
-    return {path.stem: read(path)[0] for path in sorted(plans.glob("0.*.json"))}
+    return {f"0.{path.stem[4:]}": read(path)[0] for path in sorted(plans.glob("tnt-*.json"))}
