@@ -55,7 +55,8 @@ def test_the_commands_that_need_photos_run_in_order(data, tmp_path, monkeypatch,
         words = [word.replace("PHOTO...", "PHOTO.jpg") for word in shlex.split(command)[1:] if word != "--resume"]
         short = {"train": ["--epochs", "1"], "bench": ["--rounds", "3"], "push": ["--card-only", "--keep", "0.5"]}
         short["sweep"] = ["--rounds", "3"]
-        if words[0] in ("train", "eval", "show", "bench", "export", "push", "sweep"):
+        short["search"] = ["--photos", "8", "--moves", "2"]
+        if words[0] in ("train", "search", "eval", "show", "bench", "export", "push", "sweep"):
             assert main([*words, *weights, *short.get(words[0], [])]) == 0, capsys.readouterr().err
         if words[0] == "report":
             assert main(words) == 0, capsys.readouterr().err
