@@ -18,7 +18,7 @@ from tntprune.methods.base import Method
 from tntprune.reduce import base_of
 from tntprune.schedule import Place, Step
 from tntprune.search import LatencyCurve, latency, measure_latency
-from tntprune.search.curve import Line, Part, StepCost, kind, timed_options
+from tntprune.search.costs import Line, Part, StepCost, kind, timed_options
 from tntprune.search.steps import fit
 
 

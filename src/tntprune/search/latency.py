@@ -27,7 +27,8 @@ from tntprune.environment import surroundings
 from tntprune.errors import UsageError
 from tntprune.fingerprint import identity
 from tntprune.reduce import base_of, device_of, reduce_, twin_of
-from tntprune.search.curve import LatencyCurve, Line, Part, attention
+from tntprune.search.costs import Line, Part
+from tntprune.search.curve import LatencyCurve, attention
 from tntprune.search.steps import Sample, fit, part_of, samples, single
 from tntprune.tokens import Tokens
 
@@ -244,5 +245,5 @@ def _in_a_model(
         rest, steps = curve.split(one)
         above += ((share * curve.unpruned - walk) / curve.scale - rest) * steps
         below += steps * steps
-    factor = min(3.0, max(0.5, above / below)) if below else 1.0
+    factor = min(10.0, max(0.5, above / below)) if below else 1.0
     return replace(curve, walk=walk, step_factor=factor)

@@ -14,7 +14,7 @@ from tntprune.config import Config, options
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.base import Layout, Method, implementation
 from tntprune.schedule import Step
-from tntprune.search.curve import Part, StepCost, features, step_name, timed_options
+from tntprune.search.costs import Part, StepCost, features, step_name, timed_options
 from tntprune.tokens import Tokens
 
 ENTERING = (1.0, 0.8, 0.6, 0.4, 0.2)  # shares of all patch tokens
@@ -131,9 +131,8 @@ def _methods(config: Config, part: Part, layout: Layout, entering: int) -> Itera
         for share in LEAVING:
             leaving = min(entering - 1, max(1, round(share * entering)))
             extra = min(leaving, entering - leaving)  # as many as can go for being similar
-            removed = (
-                [0, *(max(1, round(part * extra)) for part in SIMILAR)] if "similar" in options(type(config)) else [0]
-            )
+            drops = "similar" in options(type(config)) and not getattr(config, "merges", False)
+            removed = [0, *(max(1, round(part * extra)) for part in SIMILAR)] if drops else [0]
             for similar in dict.fromkeys(removed):
                 yield from _tried(config, layout, block, leaving, similar)
                 if similar:  # with several places, what is similar may go elsewhere
