@@ -31,7 +31,7 @@ def curve(**changes: Any) -> LatencyCurve:
         "mlp": Line((1, 10), (0.5, 5.0)),
     }
     parts = (
-        Part("tnt", timed_options(TNT()), "", False, dict.fromkeys(range(4), 0)),
+        Part("tnt", timed_options(TNT(recipe="relative")), "", False, dict.fromkeys(range(4), 0)),
         Part("tome", timed_options(ToMe()), "heads", True, dict.fromkeys(range(1, 5), 1)),
     )
     flat = (0.0,) * 10
@@ -52,8 +52,10 @@ def test_a_prediction_is_the_sum_of_its_parts_scaled_to_the_unpruned_model():
     made = curve(walk=0.5, step_factor=2.0)
     blocks = 10 + 10 + 5 + 3  # with 10 patch tokens, 10, then 5, then 3
     around, steps = 1.5, 0.25 + 0.25
-    assert made.predict(TNT(at=(2, 3), tokens=(5, 3))) == pytest.approx(2 * (blocks + around + 2 * steps) + 0.5)
-    assert curve().predict(TNT(keep=1.0)) == pytest.approx(90.0)  # nothing goes
+    assert made.predict(TNT(recipe="relative", at=(2, 3), tokens=(5, 3))) == pytest.approx(
+        2 * (blocks + around + 2 * steps) + 0.5
+    )
+    assert curve().predict(TNT(recipe="relative", keep=1.0)) == pytest.approx(90.0)  # nothing goes
 
 
 def test_inside_a_block_its_halves_see_other_numbers_and_sizes_count_from_the_next_block_on():
@@ -64,7 +66,7 @@ def test_inside_a_block_its_halves_see_other_numbers_and_sizes_count_from_the_ne
 
 
 def test_several_reductions_of_one_model_add_up():
-    both = Combination(parts=(TNT(at=1, tokens=6), ToMe(at=3, tokens=4)))
+    both = Combination(parts=(TNT(recipe="relative", at=1, tokens=6), ToMe(at=3, tokens=4)))
     blocks = 10 + 6 + (0.6 + 2.0) + (0.8 + 2.0)
     assert curve().predict(both) == pytest.approx(2 * (blocks + 2.0 + 0.25 + 6))
 
@@ -73,16 +75,16 @@ def test_a_larger_number_may_be_faster_and_is_told():
     blocks = {**curve().blocks, "whole": Line((1, 4, 7, 8, 10), (1.0, 5.0, 5.1, 3.0, 4.0))}
     made = curve(blocks=blocks)
     assert made.slower() == {4: 8, 7: 8}
-    assert made.predict(TNT(at=1, tokens=7)) > made.predict(TNT(at=1, tokens=8))
+    assert made.predict(TNT(recipe="relative", at=1, tokens=7)) > made.predict(TNT(recipe="relative", at=1, tokens=8))
     assert curve().slower() == {}
 
 
 def test_what_was_not_measured_is_refused_in_one_line():
     for config, words in (
         (Random(), "for tnt and tome, not random"),
-        (TNT(scorer="mlp"), "with scorer=linear, not mlp"),
-        (TNT(at=1, tokens=4, similar=2), "no both step of tnt"),
-        (TNT(at=1, tokens=11), "only 10 patch tokens arrive"),
+        (TNT(recipe="relative", scorer="mlp"), "with scorer=linear, not mlp"),
+        (TNT(recipe="relative", at=1, tokens=4, similar=2), "no both step of tnt"),
+        (TNT(recipe="relative", at=1, tokens=11), "only 10 patch tokens arrive"),
     ):
         with pytest.raises(UsageError, match=words):
             curve().predict(config)
@@ -105,18 +107,20 @@ def test_a_curve_comes_back_from_its_file_as_it_was(tmp_path):
 def test_a_curve_of_something_else_is_refused():
     model = make("plain")
     made = curve(about=latency.about(model, 2, "fp32"))
-    made.check(model, TNT(at=3), batch_size=2)
-    made.check(reduce_(make("plain"), ToMe(r=3)), TNT(at=3), batch_size=2)  # what is on it does not matter
+    made.check(model, TNT(recipe="relative", at=3), batch_size=2)
+    made.check(
+        reduce_(make("plain"), ToMe(r=3)), TNT(recipe="relative", at=3), batch_size=2
+    )  # what is on it does not matter
     for args, words in (
-        ((make("registers"), TNT(), 2, "fp32"), "shape"),
-        ((model, TNT(), 1, "fp32"), "for batch size 2, and 1 is asked for"),
-        ((model, TNT(), 2, "bf16"), "dtype fp32, and bf16"),
+        ((make("registers"), TNT(recipe="relative"), 2, "fp32"), "shape"),
+        ((model, TNT(recipe="relative"), 1, "fp32"), "for batch size 2, and 1 is asked for"),
+        ((model, TNT(recipe="relative"), 2, "bf16"), "dtype fp32, and bf16"),
         ((model, Random(), 2, "fp32"), "not random"),
     ):
         with pytest.raises(UserError, match=words):
             made.check(args[0], args[1], batch_size=args[2], dtype=args[3])
     with pytest.raises(UserError, match="threads 64"):
-        replace(made, about={**made.about, "threads": 64}).check(model, TNT(), batch_size=2)
+        replace(made, about={**made.about, "threads": 64}).check(model, TNT(recipe="relative"), batch_size=2)
 
 
 def test_the_polynomial_finds_work_for_tokens_and_for_pairs():

@@ -91,6 +91,7 @@ class Part:
 def timed_options(config: Config) -> dict[str, Any]:
     """The options of a config that its steps' time depends on, as JSON holds them."""
     own = {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in FREE}
+    own |= {"how": config.what} if hasattr(config, "what") else {}  # said or not, it is the same
     return {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
 
 
