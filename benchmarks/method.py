@@ -133,7 +133,7 @@ def ablation(lab: Lab) -> None:
     """One option changed at a time: learn on one half of the calibration photos, judge by the other."""
     lab.judge("ablation unpruned", None, {}, "judge", True)
     for variant in variants():
-        for seed in SEEDS[: 3 if (variant.like or variant.name) in ("default", "whole") else 1]:
+        for seed in SEEDS[: 2 if (variant.like or variant.name) in ("default", "whole") else 1]:
             found, _ = lab.train(variant, lab.photos["learn"], seed)
             learned = {
                 name: torch.full_like(value, variant.learned[name.partition(".")[0]])
