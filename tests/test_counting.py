@@ -36,7 +36,7 @@ CONFIGS = [
     TNT(at=(1, 3), keep=(0.8, 0.5), similar=7, recipe="paper", scorer="mlp"),
     TNT(at=3, keep=0.25, similar=4),
     TNT(at=(1, 3), keep=(0.8, 0.5)),
-    TNT(at=(1, 2, 3, 4), keep=0.8, inside=True, metric="mean"),
+    TNT(at=(1, 3), keep=0.8, inside=True, metric="mean"),
 ]
 COUNTED = [
     "plain",
