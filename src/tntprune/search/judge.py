@@ -72,7 +72,7 @@ class Judge:
         self.space, self.backbone = space, find_backbone(space.base)
         if not self.backbone.classes(space.base):
             raise UserError("the model tells no classes apart, so that there are no answers to compare")
-        self.labels = labels
+        self.labels = None if labels is None else labels.cpu()
         teacher = space.base if base is None else base_of(base)
         some: Any = tower_of(space.put(space.config([space.least] * len(space.blocks))))
         self.kept: list[list[tuple[Tokens, Any]]] = []  # by the number of blocks that were run, batch by batch
@@ -81,14 +81,15 @@ class Judge:
         entered = []
         for batch in images.split(BATCH):
             batch = batch.to(device)
-            self.target.append(teacher(batch).float().log_softmax(1))
+            self.target.append(self.backbone.answer(teacher, batch).logits.float().log_softmax(1))
             entered.append(some.enter(batch))
         self.kept.append(entered)
         size = sum(tokens.x.numel() * tokens.x.element_size() for tokens, _ in entered)
         for number in range(min(MOST_KEPT, space.depth - 1, MEMORY // max(1, size) - 1)):
             before = self.kept[-1]
             self.kept.append([(some.onward(x, places, None, number, number + 1), places) for x, places in before])
-        self.right = NOTHING.right if labels is None else torch.cat([t.argmax(1) for t in self.target]).cpu() == labels
+        guesses = torch.cat([target.argmax(1) for target in self.target]).cpu()
+        self.right = NOTHING.right if self.labels is None else guesses == self.labels
 
     def __len__(self) -> int:
         return sum(map(len, self.target))

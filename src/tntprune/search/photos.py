@@ -66,11 +66,13 @@ def shares(
         progress: Show a bar.
 
     Raises:
-        UserError: there are no such photos, too few, or one cannot be read.
+        UserError: there are no such photos, too few, one cannot be read, or there is not a label for each image.
         UsageError: labels without images.
     """
     if labels is not None and not isinstance(data, torch.Tensor):
         raise UsageError("labels go with a tensor of images; a folder's are its subfolders")
+    if isinstance(data, torch.Tensor) and labels is not None and labels.shape != data.shape[:1]:
+        raise UserError(f"labels of shape {tuple(labels.shape)} for {len(data)} images; expected ({len(data)},)")
     found = data if isinstance(data, torch.Tensor) else _listed(model, data)
     if len(found) < LEAST:
         raise UserError(f"{len(found)} photos; expected {LEAST} or more, half to search on and half to verify on")
