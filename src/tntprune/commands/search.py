@@ -53,7 +53,9 @@ def search(
     reducer: Reducer = None,
     reduction: MethodOptions = MethodOptions(),
     photos: Annotated[int, tyro.conf.arg(metavar="INT", help="to look at: half to search on, half to verify on")] = 512,
-    minutes: Annotated[float, tyro.conf.arg(metavar="FLOAT", help="the most that it may take in all")] = 10.0,
+    minutes: Annotated[
+        float, tyro.conf.arg(metavar="FLOAT", help="when to end; training counts, and is not cut short")
+    ] = 10.0,
     moves: Annotated[int, tyro.conf.arg(metavar="INT", help="small changes that are tried at the end")] = 60,
     curve: Annotated[
         Path | None,
@@ -104,12 +106,13 @@ def search(
         saved, _, path = read(reducer, loaded)
         if method not in (None, saved.method):
             raise UsageError(f"--method {method}, but {reducer} holds {saved.method}; expected that, or none")
-        _check_free(saved.rivals, options)
+        _check_free(saved, options)
         tuned = weights_of(path)
         base = copy.deepcopy(loaded) if tuned is not None else None
         load_(loaded, reducer, **options)
     blank(1, 1)  # what is not installed is told now, and not in ten minutes
-    make_folder(out.parent)
+    for file in (out, *([] if curve is None else [curve])):
+        make_folder(file.parent)
     about: dict[str, Any] = {
         "command": "search", "model": model, "weights": weights and str(weights.resolve()), "data": data,
         "reducer": reducer, **wanted.to_dict(), "photos": photos, "minutes": minutes, "moves": moves, "seed": seed,
@@ -122,10 +125,10 @@ def search(
         photos=photos, minutes=minutes, moves=moves, seed=seed, workers=workers, curve=known, batch_size=batch_size,
         dtype=dtype, base=base, weights=tuned, made_by=json_format.dumps(about),
     )  # fmt: skip
+    picture = out.with_suffix(".png")
+    write_plan(out, found.plan)  # first: whatever fails behind it, the plan is there
     if curve is not None and known is None and found.curve is not None:
         found.curve.save(curve)
-    picture = out.with_suffix(".png")
-    write_plan(out, found.plan)
     draw_front(picture, found, model)
     told = {"plan": str(out), "picture": str(picture), "model": model, **found.to_dict()}
     tell(json, told, f"{found}\n\nthe plan: {out}, its front: {picture}")
@@ -144,13 +147,14 @@ def _method(name: str | None, flags: MethodOptions, alone: bool) -> Config | Non
     config = config_from(name, type(flags)(**chosen))
     if isinstance(config, TNT) and config.merges and not {"inside", "metric"} & set(given(flags)):
         config = config.changed(inside=True, metric="mean")  # what a schedule over the whole model is best with
-    _check_free(config.rivals, given(flags))
+    _check_free(config, given(flags))
     return config
 
 
-def _check_free(rivals: tuple[str, ...], options: dict[str, Any]) -> None:
+def _check_free(config: Config, options: dict[str, Any]) -> None:
     """Refuse options that are what is searched for."""
-    for name in (*rivals, "tokens", "keep"):
+    drops = options.get("similar_how", getattr(config, "similar_how", None)) == "drop"  # then their number is, too
+    for name in (*config.rivals, "tokens", "keep", *["similar"] * drops):
         if options.get(name) is not None:
             raise UsageError(f"--{name}: is what the search chooses; expected it to be left out")
 

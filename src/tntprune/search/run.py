@@ -72,7 +72,8 @@ def search(
         drop: A budget: points of top-1 that may be lost; of agreement with the unpruned model without labels.
         blocks: Where tokens may go; None is everywhere.
         photos: To look at: half of them are searched on, and half are held out to verify what was found.
-        minutes: The most that it may take in all; what is best so far is verified and given then.
+        minutes: After which what is best so far is verified and given. Training and measuring count, and are not cut
+            short.
         moves: Small changes that are tried.
         seed: Of everything random.
         workers: Processes that read photos.
