@@ -140,6 +140,9 @@ class TNT(Config):
             f"similar={self.similar}: with how='merge' what is similar is merged already; expected similar=0, or "
             "how='drop'",
         )
+        if 0 in (self.noise_blocks or ()):  # type: ignore[operator]
+            keys = self.merges and self.metric == "mean"
+            check(not keys, "noise_blocks: 0 given; no block has been seen there; expected 1 and up, or metric='x'")
         if 0 in self.locations:
             check(self.metric == "x", "at=0: no block has been seen; expected at=1 and up, or metric='x'")
             check(not self.inside, "at=0: there is no block to act inside of; expected at=1 and up, or inside=False")
