@@ -45,6 +45,8 @@ def learning(model: nn.Module, tunes: bool = False, unfreeze: str | None = None)
     modes = {module: module.training for module in model.modules()}
     learns = {parameter: (parameter.requires_grad, parameter.grad) for parameter in model.parameters()}
     model.requires_grad_(False).eval()
+    for parameter in learns:
+        parameter.grad = None  # a caller's would be added to, where no optimizer has the parameter
     method.train(not unfreeze)
     for _, parameter in learned_parameters(model, tunes, unfreeze):
         parameter.requires_grad_(True)
