@@ -33,10 +33,14 @@ def falling(r: int) -> tuple[int, ...]:
     return tuple(196 - r * block for block in range(1, 13))
 
 
+DROPS = TNT(recipe="relative")
 METHODS: dict[Config, list[Config]] = {  # what a curve is measured with, to what is predicted with it
     TNT(at=2, keep=0.5): [
         TNT(at=3, keep=0.5), TNT(at=(3, 4, 5), keep=0.7), TNT(at=(3, 4, 5), tokens=(150, 101, 67)),
-        TNT(at=3, keep=0.5, similar=25), TNT(at=3, keep=0.25),
+        TNT(at=3, keep=0.25),
+    ],
+    DROPS.changed(at=2, keep=0.5): [
+        DROPS.changed(at=3, keep=0.5), DROPS.changed(at=3, keep=0.5, similar=25), DROPS.changed(at=(3, 4, 5), keep=0.7),
     ],
     Random(at=2, keep=0.5): [Random(at=3, keep=0.5), Random(at=(3, 4, 5), keep=0.7)],
     ToMe(r=10): [ToMe(tokens=falling(8)), ToMe(tokens=falling(13)), ToMe(at=(2, 4, 6, 8), tokens=(160, 120, 90, 70))],
