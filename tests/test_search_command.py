@@ -96,6 +96,7 @@ def test_where_tokens_may_go_can_be_said(digits, tmp_path, call):
         (["--macs", 0.5, "--speedup", 2, "--out", "a.json"], "--macs and --speedup given"),
         (["--macs", 0.5, "--method", "tome", "--r", 4, "--out", "a.json"], "--r: is what the search chooses"),
         (["--macs", 0.5, "--tokens", 4, "--out", "a.json"], "--tokens: is what the search chooses"),
+        (["--macs", 0.5, "--similar", 4, "--out", "a.json"], "--similar: is what the search chooses"),
         (["--macs", 0.5, "--method", "ats", "--out", "a.json"], "ats leaves another number"),
         (["--macs", 0.5, "--curve", "c.json", "--out", "a.json"], "--curve is of time"),
         (["--latency", "12", "--out", "a.json"], "such as 12ms"),

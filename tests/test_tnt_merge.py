@@ -257,6 +257,7 @@ def test_blocks_that_cannot_be_opened_name_what_would_do(options, wanted):
         ({"rehearsal": 0.5, "similar": 3}, "rehearsal=0.5: nothing is learned from dropping"),
         ({"similar": 3, "how": "merge"}, "similar=3: with how='merge' what is similar is merged already"),
         ({"at": 0, "metric": "mean"}, "at=0: no block has been seen; expected at=1 and up, or metric='x'"),
+        ({"at": 1, "noise_blocks": (0, 1), "metric": "mean"}, "noise_blocks: 0 given; no block has been seen there"),
         ({"at": 0, "inside": True}, "at=0: there is no block to act inside of; expected at=1 and up, or inside=False"),
         ({"beta": 0, "recipe": "relative"}, "beta=0: expected above 0"),
         ({"beta": -1}, "beta=-1: expected 0 or more"),
