@@ -89,7 +89,8 @@ class Bench:
 
     def row(self, setting: str, kind: str, rate: float | None) -> dict[str, Any]:
         """What one training gives; one that is there already is not repeated."""
-        name = "-".join([setting.replace(" ", "-"), kind, *([f"{rate:g}"] if rate else [])])
+        other = [f"{key}={value}" for key, value in self.options.items() if value != getattr(Training, key)]
+        name = "-".join([setting.replace(" ", "-"), kind, *([f"{rate:g}"] if rate else []), *other])
         file, run = self.out / f"{name}.json", self.out / name
         if file.exists():
             return json.loads(file.read_text())  # type: ignore[no-any-return]
