@@ -159,7 +159,8 @@ class TrainingNoise(Method):
         if options.noise_scale == "rms":
             scale = scale * patches.detach().float().square().mean(2, keepdim=True).sqrt()
         if options.noise_scale == "image":
-            mean, spread = patches.mean(1, keepdim=True), patches.detach().float().std(1, keepdim=True)  # (B, 1, D)
+            mean = patches.mean(1, keepdim=True)  # (B, 1, D)
+            spread = patches.detach().float().std(1, correction=0, keepdim=True)
             patches = torch.lerp(patches, mean, noise[:, :, None].to(x.dtype))
             scale = scale * spread
         noisy = patches + scale.to(x.dtype) * torch.randn_like(patches)
