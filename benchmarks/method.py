@@ -1,14 +1,16 @@
 """What TNT's merging gives, and what each of its parts adds: writes the tables of docs/method.md.
 
 python benchmarks/method.py --data ../shared/data --out runs/method --part ablation
-python benchmarks/method.py --data ../shared/data --out runs/method --part table
+python benchmarks/method.py --data ../shared/data --out runs/method --part table --plans runs/search
+python benchmarks/method.py --data ../shared/data --out runs/method --part tuned --plans runs/search
 python benchmarks/method.py --data ../shared/data --out runs/method --part effort
 python benchmarks/method.py --data ../shared/data --out runs/method --part page
 
 "ablation" trains on one half of the 1,000 calibration photos and judges by the other: that is what the defaults were
 chosen by. "table" trains on all of them with five seeds and judges by imagenet-val-1300, where nothing was chosen.
-"effort" does so with fewer photos and fewer steps. Every training and every figure has a file of its own, so that each
-part goes on where it stopped, and parts can run at the same time. "page" puts what is there into the page.
+"tuned" fine-tunes the norms under each of its settings, from the scorers of the first seed. "effort" trains on fewer
+photos and for fewer steps. Every training and every figure has a file of its own, so that each part goes on where it
+stopped, and parts can run at the same time. "page" puts what is there into the page.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from method_plans import SINGLE, WHOLE, Variant, efforts, schedules, variants
-from tntprune import ToMe, macs, reduce_
+from method_plans import LATER, SINGLE, WHOLE, Variant, efforts, schedules, variants
+from tntprune import ToMe, load_, macs, reduce_
 from tntprune.augment import LIGHT
 from tntprune.batches import PhotoSource
 from tntprune.checkpoint import FILE, read
@@ -90,7 +92,21 @@ class Lab:
             self.ready[name] = (torch.cat(images), torch.cat(labels), torch.cat(said))
         return list(zip(*(part.split(50) for part in self.ready[name]), strict=True))
 
-    def judge(self, name: str, config: Config | None, learned: Learned, photos: str, half: bool) -> dict[str, Any]:
+    def tune(self, label: str, config: Config, learned: Learned) -> tuple[Path, float]:
+        """The norms fine-tuned under a reduction: the run, and its seconds."""
+        out = self.out / f"tuned-{label}"
+        training = Training(unfreeze="norms", amp="bf16")
+        model = load_model(MODEL, self.data / f"{MODEL}.safetensors")
+        inherit(reduction_of(reduce_(model, config)), learned)
+        if not ended(out):
+            images = transform_for(model, LIGHT)
+            source = PhotoSource(Photos(self.photos["all"], images), training.batch_size, 0, 1, False)
+            train_run(model, source, training, out, resume=out.exists())
+        return out, float(read_log(out)[-1]["seconds"])
+
+    def judge(
+        self, name: str, config: Config | None, learned: Learned, photos: str, half: bool, run: Path | None = None
+    ) -> dict[str, Any]:
         """Top-1, agreement and divergence from the unpruned model; kept under a name of its own.
 
         Args:
@@ -99,13 +115,16 @@ class Lab:
             learned: What it has learned.
             photos: Which ones.
             half: In bf16 under autocast, which is faster, or in fp32.
+            run: Where the model was fine-tuned: what it learned and its own weights are taken from there.
         """
         file = self.out / "figures" / f"{name}.json".replace(" ", "-")
         asked = None if config is None else json.loads(json.dumps(to_dict(config)))
         if file.exists() and json.loads(file.read_text())["config"] == asked:
             return json.loads(file.read_text())  # type: ignore[no-any-return]
         model: nn.Module = load_model(MODEL, self.data / f"{MODEL}.safetensors")
-        if config is not None:
+        if run is not None:
+            load_(model, run)
+        elif config is not None:
             reduce_(model, config)
             inherit(reduction_of(model), learned)
         right = agreeing = count = 0
@@ -132,7 +151,7 @@ class Lab:
 def ablation(lab: Lab) -> None:
     """One option changed at a time: learn on one half of the calibration photos, judge by the other."""
     lab.judge("ablation unpruned", None, {}, "judge", True)
-    for variant in variants():
+    for variant in sorted(variants(), key=lambda variant: variant.name in LATER):
         for seed in SEEDS[: 2 if (variant.like or variant.name) in ("default", "whole") else 1]:
             found, _ = lab.train(variant, lab.photos["learn"], seed)
             learned = {
@@ -157,6 +176,16 @@ def table(lab: Lab, plans: Path | None, seeds: tuple[int, ...]) -> None:
                 lab.judge(f"table {variant.name} {label} {seed}", config, learned, "val", False)
 
 
+def tuned(lab: Lab, plans: Path | None) -> None:
+    """The settings of the table with the norms fine-tuned under each."""
+    for variant, settings in ((SINGLE, SINGLE.settings()), (WHOLE, schedules(plans))):
+        learned, _ = lab.train(variant, lab.photos["all"], 0)
+        for label, config in sorted(settings.items()):
+            run, seconds = lab.tune(label, config, learned)
+            lab.judge(f"tuned {label}", config, learned, "val", False, run)
+            write(lab.out / "figures" / f"seconds-tuned-{label}.json", json.dumps(seconds).encode())
+
+
 def effort(lab: Lab) -> None:
     """Accuracy against the number of photos, and against the time of training."""
     for variant, photos in efforts():
@@ -170,7 +199,7 @@ def effort(lab: Lab) -> None:
 def main(
     data: Path,
     out: Path,
-    part: Literal["ablation", "table", "effort", "page"],
+    part: Literal["ablation", "table", "tuned", "effort", "page"],
     plans: Path | None = None,
     seeds: tuple[int, ...] = SEEDS,
     doc: Path = Path("docs/method.md"),
@@ -192,9 +221,13 @@ def main(
         write_page(out / "figures", doc)
         return
     lab = Lab(data, out)
-    {"ablation": lambda: ablation(lab), "table": lambda: table(lab, plans, seeds), "effort": lambda: effort(lab)}[
-        part
-    ]()
+    parts = {
+        "ablation": lambda: ablation(lab),
+        "table": lambda: table(lab, plans, seeds),
+        "tuned": lambda: tuned(lab, plans),
+        "effort": lambda: effort(lab),
+    }
+    parts[part]()
     print(f"{part}: {time.perf_counter() - begin:.0f} s")
 
 

@@ -21,6 +21,12 @@ LEARNED = {  # what each of the learned numbers is good for
 }
 
 
+LATER = {  # variants that are trained last, where time is short
+    "the image's mean with noise of its spread", "rehearsal 0.8", "capacity of half", "MLP scorer", "learning rate 0.1",
+    "whole, tokens compared",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to train and to reduce.
