@@ -48,7 +48,7 @@ def noisy(x, eps, scorer, prefix, *, capacity, noise_scale, stream_norm, beta, s
                     size = math.sqrt(sum(float(v) ** 2 for v in kept) / len(kept))
                 if noise_scale == "image":
                     goal = mean
-                    size = (sum((t - mean) ** 2 for t in stream[prefix:]) / (len(tokens) - prefix - 1)).sqrt()
+                    size = (sum((t - mean) ** 2 for t in stream[prefix:]) / (len(tokens) - prefix)).sqrt()
                 kept = free * kept + (1 - free) * (goal + beta * size * eps[b, i])
             out[b, i] = kept
     return out

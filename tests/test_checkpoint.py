@@ -106,8 +106,6 @@ def test_a_model_in_training_stays_in_training(saved):
     [
         ({"at": 2, "keep": 0.25}, TNT(at=2, keep=0.25)),
         ({"tokens": 9}, TNT(at=3, tokens=9)),
-        ({"at": (2, 4), "keep": (0.5, 0.5), "similar": 5}, TNT(at=(2, 4), keep=(0.5, 0.5), similar=5)),
-        ({"similar": 7, "similar_how": "merge"}, TNT(at=3, similar=7, similar_how="merge")),
     ],
 )
 @torch.inference_mode()
@@ -115,6 +113,33 @@ def test_options_can_be_changed_when_loading(saved, changes, config):
     model, expected = load_(make("plain"), saved, **changes), reduced("plain", config)
     assert reduction_of(model).config == config
     assert torch.equal(model(photos_for(model)), expected(photos_for(expected)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"at": (2, 4), "keep": (0.5, 0.5), "similar": 5}, {"similar": 7, "similar_how": "merge"}, {"similar": 0}],
+)
+@torch.inference_mode()
+def test_similar_tokens_can_go_too_where_tokens_are_dropped(tmp_path, changes):
+    saved = save(reduced("plain", TNT(at=3, recipe="relative")), tmp_path)
+    config = TNT(**{"at": 3, "recipe": "relative", **changes})
+    model, expected = load_(make("plain"), saved, **changes), reduced("plain", config)
+    assert reduction_of(model).config == config
+    assert torch.equal(model(photos_for(model)), expected(photos_for(expected)))
+
+
+@torch.inference_mode()
+def test_a_run_that_merges_drops_only_where_that_is_said(saved):
+    with pytest.raises(UsageError, match=r"similar=5: .* was trained to merge, .* expected how='drop' as well"):
+        load_(make("plain"), saved, similar=5)
+    model = load_(make("plain"), saved, similar=5, how="drop")
+    assert reduction_of(model).config == TNT(at=3, similar=5)
+
+
+def test_a_run_that_drops_cannot_merge(tmp_path):
+    saved = save(reduced("plain", TNT(at=3, recipe="relative")), tmp_path)
+    with pytest.raises(UsageError, match=r"how='merge': .* was trained to drop, .* another training"):
+        load_(make("plain"), saved, how="merge")
 
 
 def test_random_drop_can_be_changed_too(tmp_path):
@@ -132,7 +157,7 @@ def test_random_drop_can_be_changed_too(tmp_path):
         ({"tokens": 65}, UsageError, "only 64 patch tokens"),
         ({"scorer": "mlp"}, UsageError, "was trained with 'linear'"),
         ({"noise_blocks": (1, 2, 3)}, UsageError, "was trained with None"),
-        ({"recipe": "paper"}, UsageError, "was trained with 'relative'"),
+        ({"recipe": "paper"}, UsageError, "was trained with 'merge'"),
         ({"score_norm": False}, UsageError, "was trained with None"),
     ],
 )

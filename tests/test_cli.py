@@ -445,7 +445,7 @@ def things(digits, trained, tmp_path_factory):
         ("eval digits_vit --data DIGITS --reducer TRAINED --method random", 2, "holds tnt"),
         ("eval digits_vit --data DIGITS --reducer TRAINED --keep 3", 2, "keep=3"),
         ("eval digits_vit --data DIGITS --reducer TRAINED --noise-blocks 2", 2, "was trained with None"),
-        ("eval digits_vit --data DIGITS --reducer TRAINED --recipe paper", 2, "was trained with 'relative'"),
+        ("eval digits_vit --data DIGITS --reducer TRAINED --recipe paper", 2, "was trained with 'merge'"),
         ("eval digits_vit --data DIGITS --reducer " + "x" * 300, 1, "too long"),
         # pictures
         ("show digits_vit PHOTO --out NEW", 2, "nothing to show"),

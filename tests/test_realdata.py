@@ -31,14 +31,15 @@ def test_the_unpruned_model_reaches_what_it_is_known_to_reach(data, capsys):
     assert found["agreement"] == 100 and found["tokens"] == [196] * 12
 
 
-def test_a_short_training_beats_random_drop_on_photos_it_has_not_seen(data):
+@pytest.mark.parametrize("recipe", ["relative", "merge"])
+def test_a_short_training_beats_random_drop_on_photos_it_has_not_seen(data, recipe):
     """On calibration photos only: two thirds to train on, a third held out."""
     model = load_model(MODEL, data / f"{MODEL}.safetensors")
     photos = labelled_photos(data / "calibration-1000" / "images", model)
     order = torch.randperm(len(photos), generator=torch.Generator().manual_seed(0)).tolist()
     train, held_out = [photos[i] for i in order[:600]], [photos[i] for i in order[600:840]]
-    training = Training(epochs=1, batch_size=16, lr=0.01, amp="bf16")
-    reduce_(model, TNT(at=3, keep=0.25, noise_blocks=3))
+    training = Training(epochs=1, batch_size=16, amp="bf16")
+    reduce_(model, TNT(at=3, keep=0.25, noise_blocks=3, recipe=recipe))
     fit(model, PhotoSource(Photos(train, transform_for(model, LIGHT)), 16, 0, 1, True), training, progress=False)
     learned = reduction_of(model).state_dict()
 
@@ -49,4 +50,6 @@ def test_a_short_training_beats_random_drop_on_photos_it_has_not_seen(data):
         return evaluate(model, held_out, progress=False)[0].agreement
 
     random = max(agreement(Random(at=3, keep=0.25, order=seed)) for seed in range(2))
-    assert agreement(TNT(at=3, keep=0.25, noise_blocks=3, similar=25)) > random + 2
+    similar = {"relative": 25, "merge": 0}[recipe]
+    found = agreement(TNT(at=3, keep=0.25, noise_blocks=3, recipe=recipe, similar=similar))
+    assert found > random + {"relative": 2, "merge": 5}[recipe]

@@ -57,7 +57,7 @@ def test_lines_have_one_order_whatever_the_rows_have():
 
 
 def test_options_are_told_where_they_say_something():
-    assert in_words(options_of(to_dict(TNT(at=3, keep=0.5, similar=25)))) == "at=3 keep=0.5 similar=25"
+    assert in_words(options_of(to_dict(TNT(at=3, keep=0.5, similar=25)))) == "at=3 keep=0.5 how=drop similar=25"
     assert in_words(options_of(to_dict(Random(at=(3, 4), tokens=(9, 5))))) == "at=3,4 tokens=9,5"
     both = Combination(parts=(Random(at=2), ToMe(at=(4, 5), r=3)))
     assert in_words(options_of(to_dict(both))) == "random at=2 + tome at=4,5 r=3"

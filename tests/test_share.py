@@ -130,8 +130,8 @@ def test_what_cannot_be_pushed_is_refused_before_anything_is_sent(hub, tmp_path)
     refused(lambda: push(make("plain"), "someone/small"), "is not reduced")
     refused(lambda: push(model, "small"), "expected user/repo")
     refused(lambda: push(model, "a/b", data="x", curve=CURVE), "data and curve", kind=UsageError)
-    refused(lambda: push(model, "a/b", run=tmp_path / "other"), "holds another scorers.")
-    refused(lambda: push(model, "a/b", run=tmp_path / "random"), "holds another scorers.")
+    refused(lambda: push(model, "a/b", run=tmp_path / "other"), "holds another powers")
+    refused(lambda: push(model, "a/b", run=tmp_path / "random"), "holds another powers")
     refused(lambda: push(model, "a/b", data=tmp_path / "none"), str(tmp_path / "none"))
     assert hub.asked == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 
 from conftest import SMALL, make, photos_for
-from reference import chosen, folded, score
+from reference import chosen, cosine, folded, score
 from tntprune import ATS, TNT, ToMe, UsageError, UserError, load_, macs, reduce_, save
 from tntprune.reduce import reduction_of
 from tntprune.schedule import Place
@@ -48,8 +49,10 @@ def test_the_step_is_what_loops_say(metric, options):
         scores = (scores - scores.mean()) / scores.std(correction=0)
         compared = x if metric == "x" else heads.key[b, :, 2:].mean(0)
         stay, into = chosen(scores, compared, size[b], 11, method.config.relevance, method.config.crowding)
-        merged, sizes = folded(x, size[b], torch.exp(method.weights["2"] * scores), stay, into)
-        assert out.index[b].tolist() == stay and out.size[b].tolist() == sizes
+        fade, kept = max(0.0, float(method.fades["2"])), list(into.items())
+        share = {i: math.exp(fade * (cosine(compared[i], compared[j]) - 1)) for i, j in kept}
+        merged, sizes = folded(x, size[b], torch.exp(method.weights["2"] * scores), stay, into, share)
+        assert out.index[b].tolist() == stay and out.size[b].tolist() == pytest.approx(sizes)
         torch.testing.assert_close(out.x[b, 2:], merged, atol=1e-5, rtol=1e-4)
 
 

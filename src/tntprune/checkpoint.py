@@ -124,6 +124,7 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
                 "expected no change of it, or another training"
             )
     if changes:
+        config.check_changes(changes, str(path))
         config = config.changed(**changes)
     for part in more:
         if part.must_train:

@@ -201,6 +201,17 @@ class Config:
             found.append(self.changed(at=at, **own))
         return found
 
+    def check_changes(self, changes: dict[str, Any], source: str) -> None:
+        """Refuse changes that do not fit what was learned.
+
+        Args:
+            changes: Options by name.
+            source: Where it was learned, for the message.
+
+        Raises:
+            UsageError: one of them does not fit.
+        """
+
     def changed(self, **changes: Any) -> Any:
         """A copy with some options changed; giving `keep` or `tokens` takes the place of the other.
 

@@ -174,6 +174,17 @@ class TNT(Config):
         """Whether what does not stay is merged into what does."""
         return self.what == "merge"
 
+    def check_changes(self, changes: dict[str, Any], source: str) -> None:
+        check(
+            not (self.merges and changes.get("similar") and changes.get("how") != "drop"),
+            f"similar={changes.get('similar')}: {source} was trained to merge, which removes what is similar too; "
+            "expected how='drop' as well, or no similar",
+        )
+        check(
+            self.merges or changes.get("how") != "merge",
+            f"how='merge': {source} was trained to drop, and only does that; expected another training",
+        )
+
     @property
     def is_inside(self) -> bool:
         return self.inside

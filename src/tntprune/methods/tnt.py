@@ -107,9 +107,11 @@ class TrainingNoise(Method):
         noisy = [Place(int(block), self.config.inside) for block in self.scorers]
         if self.layout.pool == "token" and len(noisy) > 1:  # nothing reads patches behind the last block's attention
             noisy = [place for place in noisy if place.block < self.layout.depth]
-        drawn = noisy[int(torch.randint(len(noisy), (), device="cpu"))]
         assert self.options.rehearsal is not None  # the recipe has filled it in
-        if float(torch.rand((), device="cpu")) < self.options.rehearsal:
+        if self.options.noise_at == "all" and not self.options.rehearsal:
+            return {place: Step(place, patches, patches, patches) for place in noisy}
+        drawn = noisy[int(torch.randint(len(noisy), (), device="cpu"))]
+        if self.options.rehearsal and float(torch.rand((), device="cpu")) < self.options.rehearsal:
             several = self.config.places(self.layout.depth)
             if plan := self.rehearsed(several if len(several) > 1 else (drawn,), patches):
                 return plan
