@@ -35,8 +35,8 @@ from tntprune.storage import write
 MODEL = "deit_small_distilled_patch16_224"
 METHODS: dict[str, tuple[Config, float]] = {  # with the most that its own time may be, in percent
     "random drop": (Random(at=3, keep=0.5), 3),
-    "TNT": (TNT(at=3, keep=0.5), 3),
-    "TNT, 25 similar": (TNT(at=3, keep=0.5, similar=25), 3),
+    "TNT": (TNT(at=3, keep=0.5), 8),
+    "TNT, 25 similar": (TNT(at=3, keep=0.5, similar=25, recipe="relative"), 3),
     "TNT, 25 similar merged": (TNT(at=3, keep=0.5, similar=25, similar_how="merge"), 8),
     "Top-K": (TopK(at=3, keep=0.5), 3),
     "EViT": (EViT(at=3, keep=0.5), 3),

@@ -53,9 +53,9 @@ Rows = dict[str, dict[str, float]]
 
 
 def trained_on_split(model: nn.Module, photos: list[Photo], out: Path, seed: int) -> Learned:
-    """What TNT's scorers learn from photos, with the recipe and the options that `tntprune train` has by default."""
+    """What TNT's scorers learn from photos, with the recipe "relative" and the options that `tntprune train` has by default."""
     training = Training(seed=seed).on(torch.device("cpu"))
-    reduce_(model, TNT(at=3))
+    reduce_(model, TNT(at=3, recipe="relative"))
     source = PhotoSource(Photos(photos, transform_for(model, LIGHT), seed=seed), training.batch_size, seed, 1, False)
     about = {"model": MODEL, "data": "calibration-1000", "photos": len(photos)}
     return read(train_run(model, source, training, out, resume=out.exists(), about=about))[1]
@@ -113,10 +113,10 @@ def compare(model: nn.Module, photos: list[Photo], out: Path) -> Rows:
     for keep in KEEPS:
         settings["random drop", 0, keep] = (Random(at=3, keep=keep), {})
         for seed, learned in zip(SEEDS, runs, strict=True):
-            settings[f"seed {seed}", 0, keep] = (TNT(at=3, keep=keep), learned)
-        settings["mean of both", 0, keep] = (TNT(at=3, keep=keep), averaged(runs))
+            settings[f"seed {seed}", 0, keep] = (TNT(at=3, keep=keep, recipe="relative"), learned)
+        settings["mean of both", 0, keep] = (TNT(at=3, keep=keep, recipe="relative"), averaged(runs))
         for similar in SIMILAR[1:]:
-            settings["seed 0", similar, keep] = (TNT(at=3, keep=keep, similar=similar), runs[0])
+            settings["seed 0", similar, keep] = (TNT(at=3, keep=keep, similar=similar, recipe="relative"), runs[0])
     found = compared(model, held, settings)
     write(kept, json.dumps(found, indent=1).encode())
     return found
@@ -125,7 +125,7 @@ def compare(model: nn.Module, photos: list[Photo], out: Path) -> Rows:
 def train(data: Path, run: Path) -> str:
     """Train what is shipped, or find that it is trained already; returns the command without this machine's paths."""
     options = ["--weights", str(data / f"{MODEL}.safetensors"), "--data", str(data / "calibration-1000" / "images")]
-    command = ["train", MODEL, *options, "--method", "tnt", "--out"]
+    command = ["train", MODEL, *options, "--method", "tnt", "--recipe", "relative", "--out"]
     resume = ["--resume"] if run.exists() else []
     subprocess.run([sys.executable, "-m", "tntprune.cli", *command, str(run), *resume], check=True, stdout=sys.stderr)
     return "tntprune " + shlex.join(command).replace(str(data), "DATA") + " RUN"

@@ -59,7 +59,7 @@ BATCH, SPEED_BATCHES = 32, 3
 # photos, keep .5, it gave 69 % (3 epochs), leaving it out 81 % (2 epochs), and random drop 77 %.
 DYNAMIC = ["--method", "dynamicvit", "--lr", "1e-2", "--token-weight", "0"]
 TRAININGS: dict[str, list[str]] = {  # options of `tntprune train`; chosen on a split of the calibration photos
-    "tnt": ["--method", "tnt"],
+    "tnt": ["--method", "tnt", "--recipe", "relative"],
     "tnt-paper": ["--method", "tnt", "--recipe", "paper"],
     "dynamicvit": [*DYNAMIC, "--epochs", "2"],
     "dynamicvit-tuned": [*DYNAMIC, "--epochs", "2", "--backbone-lr", "1e-5", "--freeze-epochs", "1"],
@@ -93,10 +93,10 @@ def entries() -> list[Entry]:
     three = (3, 4, 5)
 
     def tnt(k: float) -> Config:
-        return TNT(at=3, keep=k, similar=25)
+        return TNT(at=3, keep=k, similar=25, recipe="relative")
 
     def tnt_several(k: float) -> Config:
-        return TNT(at=three, keep=k, similar=40)
+        return TNT(at=three, keep=k, similar=40, recipe="relative")
 
     def paper(k: float) -> Config:
         return TNT(at=3, keep=k, similar=25, recipe="paper")
