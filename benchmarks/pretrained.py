@@ -53,7 +53,7 @@ Rows = dict[str, dict[str, float]]
 
 
 def trained_on_split(model: nn.Module, photos: list[Photo], out: Path, seed: int) -> Learned:
-    """What TNT's scorers learn from photos, with the recipe "relative" and the options that `tntprune train` has by default."""
+    """What scorers learn from photos, with the recipe "relative" and what `tntprune train` has by default."""
     training = Training(seed=seed).on(torch.device("cpu"))
     reduce_(model, TNT(at=3, recipe="relative"))
     source = PhotoSource(Photos(photos, transform_for(model, LIGHT), seed=seed), training.batch_size, seed, 1, False)
