@@ -32,6 +32,7 @@ from tntprune.config import Combination
 from tntprune.plan import write_plan
 from tntprune.reduce import is_reduced, reduction_of
 from tntprune.search.budget import budget
+from tntprune.search.job import Job
 from tntprune.search.judge import BATCH, Answers, Judge
 from tntprune.search.points import Point, front, rank_correlation
 from tntprune.search.run import search
@@ -398,3 +399,29 @@ def test_rank_correlation_is_spearmans():
     assert rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
     assert rank_correlation([1, 1], [1, 2]) == 0 == rank_correlation([1], [1])
     assert rank_correlation([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1)
+
+
+def test_the_plan_takes_the_best_on_all_photos_of_what_is_within_the_budget(large):
+    """A schedule that needs no search too; nothing above the budget, and the front names it once."""
+
+    def point(name: str, macs: int, searched: float, held_out: float) -> Point:
+        told = [{"kl": kl, "agreement": 90.0} for kl in (searched, held_out)]
+        return Point(name, Random(at=1, tokens=macs), macs, None, False, *told)
+
+    chosen, other = point("chosen", 9, 0.2, 0.5), point("", 8, 0.3, 0.3)
+    mark, over = point("uniform rates", 10, 0.4, 0.1), point("", 11, 0.0, 0.0)
+    job = Job.__new__(Job)
+    job.points = [chosen, other, over]
+    best = job.settled(chosen, [mark], 10.0)
+    assert (best.name, best.macs) == ("chosen", 10) and mark.name == "uniform rates"
+    assert [one.name for one in job.points] == ["", "", ""]
+    job.points = [chosen, other, over]
+    assert job.settled(chosen, [], 10.0).macs == 8
+    assert [(one.name, one.macs) for one in job.points] == [("", 9), ("chosen", 8), ("", 11)]
+    job.points = [chosen, over]
+    assert job.settled(chosen, [], 10.0) is chosen
+
+
+def test_a_share_above_one_is_refused():
+    with pytest.raises(UsageError, match="--macs 1.5: expected multiply-accumulates"):
+        budget(macs=1.5)

@@ -93,6 +93,8 @@ def budget(
     least = 1 if kind == "speedup" else 0
     if not (math.isfinite(value) and (value > least)):
         raise UsageError(f"--{kind} {value:g}: expected a number above {least}")
+    if kind == "macs" and 1 < value < 1000:
+        raise UsageError(f"--macs {value:g}: expected multiply-accumulates, such as 8e8, or a share of at most 1")
     if kind == "drop" and value >= 100:
         raise UsageError(f"--drop {value:g}: expected points below 100")
     return Budget(kind, value)

@@ -72,6 +72,17 @@ class Job:
                 self.around(shapes, share * limit)
         return chosen
 
+    def settled(self, chosen: Point, marks: Sequence[Point], limit: float) -> Point:
+        """Of all that was verified within a limit, what needs no search too, the best on all photos together."""
+        within = [point for point in (chosen, *self.points, *marks) if point.cost <= limit]
+        best = min(within, key=lambda one: one.searched["kl"] + one.held_out["kl"])
+        if best is chosen:
+            return chosen
+        named, other = Point(**{**vars(best), "name": "chosen"}), Point(**{**vars(chosen), "name": ""})
+        self.points[self.points.index(chosen)] = other
+        self.points = [named if point is best else point for point in self.points]
+        return named
+
     def by_loss(self) -> Point:
         """The cheapest that was verified to lose no more than what was asked for."""
         last = len(references(self.space))

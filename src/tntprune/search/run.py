@@ -119,6 +119,8 @@ def search(
     with job.bar:
         chosen = job.by_loss() if wanted.kind == "drop" else job.by_limit(wanted.limit(whole))
         marks = job.references(chosen.cost if wanted.kind == "drop" else wanted.limit(whole))
+        if wanted.kind != "drop":
+            chosen = job.settled(chosen, marks, wanted.limit(whole))
     verified = [chosen, *marks, *(point for point in job.points if point is not chosen)]
     best = front(verified)
     proxy = proxy_error(verified)
