@@ -423,5 +423,5 @@ def test_the_plan_takes_the_best_on_all_photos_of_what_is_within_the_budget(larg
 
 
 def test_a_share_above_one_is_refused():
-    with pytest.raises(UsageError, match="--macs 1.5: expected multiply-accumulates"):
+    with pytest.raises(UsageError, match=r"--macs 1.5: expected multiply-accumulates"):
         budget(macs=1.5)
