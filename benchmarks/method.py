@@ -8,6 +8,7 @@ python benchmarks/method.py --data ../shared/data --out runs/method --part page
 
 "ablation" trains on one half of the 1,000 calibration photos and judges by the other: that is what the defaults were
 chosen by. "table" trains on all of them with five seeds and judges by imagenet-val-1300, where nothing was chosen.
+"references" judges schedules that need no search at the same budgets.
 "tuned" fine-tunes the norms under each of its settings, from the scorers of the first seed. "effort" trains on fewer
 photos and for fewer steps. Every training and every figure has a file of its own, so that each part goes on where it
 stopped, and parts can run at the same time. "page" puts what is there into the page.
@@ -32,9 +33,10 @@ from tntprune import ToMe, load_, macs, reduce_
 from tntprune.augment import LIGHT
 from tntprune.batches import PhotoSource
 from tntprune.checkpoint import FILE, read
-from tntprune.config import Config, to_dict
+from tntprune.config import Config, from_dict, to_dict
 from tntprune.data import Photo, Photos, collate, labelled_photos, transform_for
 from tntprune.models import load_model
+from tntprune.plan import read_plan
 from tntprune.reduce import inherit, reduction_of
 from tntprune.runfolder import ended
 from tntprune.runlog import read_log
@@ -176,6 +178,15 @@ def table(lab: Lab, plans: Path | None, seeds: tuple[int, ...]) -> None:
                 lab.judge(f"table {variant.name} {label} {seed}", config, learned, "val", False)
 
 
+def references(lab: Lab, plans: Path) -> None:
+    """What needs no search, at the budgets of the plans, with the scorers of the first seed."""
+    learned, _ = lab.train(WHOLE, lab.photos["all"], 0)
+    for path in sorted(plans.glob("tnt-*.json")):
+        for one in read_plan(path).predicted["references"]:
+            name = f"reference {one['name']} 0.{path.stem[4:]}".replace("'", "").replace(",", "")
+            lab.judge(name, from_dict(one["config"]), learned, "val", False)
+
+
 def tuned(lab: Lab, plans: Path | None) -> None:
     """The settings of the table with the norms fine-tuned under each."""
     for variant, settings in ((SINGLE, SINGLE.settings()), (WHOLE, schedules(plans))):
@@ -199,7 +210,7 @@ def effort(lab: Lab) -> None:
 def main(
     data: Path,
     out: Path,
-    part: Literal["ablation", "table", "tuned", "effort", "page"],
+    part: Literal["ablation", "table", "tuned", "references", "effort", "page"],
     plans: Path | None = None,
     seeds: tuple[int, ...] = SEEDS,
     doc: Path = Path("docs/method.md"),
@@ -225,6 +236,7 @@ def main(
         "ablation": lambda: ablation(lab),
         "table": lambda: table(lab, plans, seeds),
         "tuned": lambda: tuned(lab, plans),
+        "references": lambda: references(lab, plans or out),
         "effort": lambda: effort(lab),
     }
     parts[part]()

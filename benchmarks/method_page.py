@@ -68,6 +68,18 @@ def results(figures: Figures) -> str:
     return "\n".join(lines)
 
 
+def search(figures: Figures) -> str:
+    """The plans against schedules that need no search, with the scorers of the first seed."""
+    names = {"the-papers-[3-4-5]": "the paper's [3, 4, 5]", "uniform-rates": "uniform rates"}
+    lines = ["| GMACs at most | the plan | " + " | ".join(names.values()) + " |", "|---:|" + "---:|" * (1 + len(names))]
+    for budget in BUDGETS:
+        rows = [figures.get(f"table-whole-{budget}-0"), *(figures.get(f"reference-{name}-{budget}") for name in names)]
+        if rows[0] is not None:
+            told = [f"{row['top1']:.1f} ({row['kl']:.3f})" if row else "not met" for row in rows]
+            lines.append(f"| {budget} | {' | '.join(told)} |")
+    return "\n".join(lines)
+
+
 def ablation(figures: Figures) -> str:
     """One option changed at a time, on the half of the calibration photos that nothing was learned from."""
     base = figures["ablation-unpruned"]
@@ -106,7 +118,7 @@ def write_page(folder: Path, doc: Path) -> None:
         doc: The page, with a pair of marks for each part.
     """
     figures, text = load(folder), doc.read_text()
-    for name, part in {"results": results, "ablation": ablation, "effort": effort}.items():
+    for name, part in {"results": results, "search": search, "ablation": ablation, "effort": effort}.items():
         before, rest = text.split(f"<!-- {name} -->")
         after = rest.split(f"<!-- /{name} -->")[1]
         text = f"{before}<!-- {name} -->\n{part(figures)}\n\n{stamp()}.\n<!-- /{name} -->{after}"
