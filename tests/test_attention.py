@@ -47,7 +47,7 @@ def test_a_bias_is_what_timm_calls_a_mask(model):
         x, places = model.embed(photos_for(model))
         size = torch.randint(0, 4, (len(x), x.shape[1] - model.num_prefix_tokens)).float()
         size[:, 0] = 1  # something is left to look at where there is no prefix token
-        bias = log_size(size, model.num_prefix_tokens, proportional=True)
+        bias = log_size(size, model.num_prefix_tokens, power=1)
         for number, block in enumerate(model.blocks, 1):
             if isinstance(model, Eva):
                 whole = block(x, rope=model.rope_of(number, places), attn_mask=bias)
@@ -84,11 +84,11 @@ def test_sizes_count_in_attention_like_as_many_equal_tokens():
     """A token of size 3 draws as much attention as three copies of it; one of size 0 draws none."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 4, 5, generator=generator).unbind(0)  # a prefix token and three patches
-    merged = Heads(query, key, value, 0.4, log_size(torch.tensor([[3.0, 1.0, 0.0]]), 1, proportional=True))
+    merged = Heads(query, key, value, 0.4, log_size(torch.tensor([[3.0, 1.0, 0.0]]), 1, power=1))
     copies = [0, 1, 1, 1, 2]
     spelled = Heads(query[:, :, copies], key[:, :, copies], value[:, :, copies], 0.4)
     torch.testing.assert_close(merged.output()[:, :, :3], spelled.output()[:, :, [0, 1, 4]])
-    masked = Heads(query, key, value, 0.4, log_size(torch.tensor([[3.0, 1.0, 0.0]]), 1, proportional=False))
+    masked = Heads(query, key, value, 0.4, log_size(torch.tensor([[3.0, 1.0, 0.0]]), 1, power=0))
     torch.testing.assert_close(
         masked.output()[:, :, :3], Heads(query[:, :, :3], key[:, :, :3], value[:, :, :3], 0.4).output()
     )
@@ -96,10 +96,10 @@ def test_sizes_count_in_attention_like_as_many_equal_tokens():
 
 def test_where_nothing_is_left_there_is_no_nan():
     query, key, value = torch.randn(3, 1, 2, 4, 5).unbind(0)
-    bias = log_size(torch.zeros(1, 4), 0, proportional=True)
+    bias = log_size(torch.zeros(1, 4), 0, power=1)
     assert Heads(query, key, value, 0.4, bias).output().isfinite().all()
     size = torch.tensor([[1.0, 0.0, 2.0]], requires_grad=True)
-    log_size(size, 0, proportional=True).sum().backward()
+    log_size(size, 0, power=1).sum().backward()
     assert size.grad.tolist() == [[1.0, 0.0, 0.5]]
 
 

@@ -87,7 +87,7 @@ def test_any_tokens_have_the_bias_of_their_pairs(beit, fused):
     index = torch.tensor([[3, 59, 0, 17, 9], [NOWHERE, 50, 8, 2, 1], [33, 34, 43, 44, NOWHERE]])
     x = torch.randn(3, 6, 32, generator=torch.Generator().manual_seed(0))
     size = torch.tensor([[1.0, 2, 3, 1, 1], [4, 1, 1, 1, 0], [1, 1, 1, 5, 1]])
-    bias = log_size(size, 1, proportional=True)
+    bias = log_size(size, 1, power=1)
     with torch.inference_mode():
         _, places = beit.embed(photos_for(beit))
         if places is not None:

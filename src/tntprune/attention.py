@@ -63,13 +63,13 @@ class Heads:
         return attention.to(self.value.dtype) @ self.value
 
 
-def log_size(size: torch.Tensor, prefix: int, proportional: bool) -> torch.Tensor:
+def log_size(size: torch.Tensor, prefix: int, power: float | torch.Tensor) -> torch.Tensor:
     """A bias for attention from the sizes of tokens: 0 takes no part.
 
     Args:
         size: (B, n), how many patches each patch token stands for, 0 where there is none.
         prefix: How many prefix tokens stand before them; they count as one each.
-        proportional: A token of size s counts like s equal ones; else like one.
+        power: A token of size s counts like s ** power equal ones: 1 is proportional attention, 0 none.
 
     Returns:
         (B, 1, 1, prefix + n)
@@ -77,5 +77,5 @@ def log_size(size: torch.Tensor, prefix: int, proportional: bool) -> torch.Tenso
     size = F.pad(size.float(), (prefix, 0), value=1.0)  # (B, prefix + n)
     least = -1e4  # exp of it is 0 in every precision, and a row of nothing else is no NaN
     there = size > 0
-    bias = torch.where(there, size, 1.0).log() if proportional else 0.0  # no log of 0, whose gradient is no number
+    bias = torch.where(there, size, 1.0).log() * power  # no log of 0, whose gradient is no number
     return torch.where(there, bias, least)[:, None, None, :]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -24,14 +26,14 @@ def opened(model: nn.Module, kind: str) -> dict[str, nn.Parameter]:
     Raises:
         UserError: the model has none of them.
     """
-    tower = tower_of(model)
+    tower: Any = tower_of(model)
     if kind == "head":
         found = [p for name in HEADS if getattr(model, name, None) for p in getattr(model, name).parameters()]
     elif kind == "norms":
         norms = [module for module in tower.modules() if "norm" in type(module).__name__.lower()]
         found = [p for module in norms for p in module.parameters(recurse=False) if p.ndim == 1]
     elif kind == "lowrank":
-        linears = [m for block in tower.blocks for m in block.modules() if isinstance(m, nn.Linear)]  # type: ignore
+        linears = [m for block in tower.blocks for m in block.modules() if isinstance(m, nn.Linear)]
         found = [linear.weight for linear in linears]
     else:
         found = list(model.parameters())

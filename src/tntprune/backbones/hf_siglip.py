@@ -24,7 +24,7 @@ def _attend(head: Any, tokens: Tokens) -> torch.Tensor:
     """Attention pooling, (B, n, D) to (B, D), to which a token of size s counts like s equal ones."""
     if tokens.size is None:
         return head(tokens.x)  # type: ignore[no-any-return]
-    bias = log_size(tokens.size, 0, proportional=True)[:, 0, 0].to(tokens.x.dtype)  # (B, n)
+    bias = log_size(tokens.size, 0, power=1)[:, 0, 0].to(tokens.x.dtype)  # (B, n)
     probe = head.probe.expand(tokens.x.shape[0], -1, -1)  # (B, 1, D)
     x = head.attention(probe, tokens.x, tokens.x, key_padding_mask=bias, need_weights=False)[0]
     x = x + head.mlp(head.layernorm(x))

@@ -51,7 +51,7 @@ class ReducedTimm(Intermediates, Reduced):
         if _pools_prefix(self):
             x, size = tokens.x, torch.cat([size.new_ones(size.shape[0], tokens.prefix), size], 1)
         if self.global_pool == "map":
-            mask = log_size(size, 0, proportional=True).to(x.dtype)  # a token of size s counts like s equal tokens
+            mask = log_size(size, 0, power=1).to(x.dtype)  # a token of size s counts like s equal tokens
             pooled: torch.Tensor = self.attn_pool(x, attn_mask=mask)
             return pooled
         mean = ((x * size[:, :, None]).sum(1) / size.sum(1, keepdim=True).clamp(min=1e-6)).to(x.dtype)

@@ -65,7 +65,7 @@ class AdaptiveTokens(Method):
         state = tokens.state
         if not isinstance(state, Halting) or not state.masked:
             return None
-        return log_size(self.goes_on(state.total).float(), 0, proportional=False)
+        return log_size(self.goes_on(state.total).float(), 0, power=0)
 
     def rests(self, plan: Plan, block: int) -> bool:
         return False  # every block's tokens have a share in what is halted

@@ -118,7 +118,7 @@ class Method(nn.Module):
         """What is added to the logits of each key in one block's attention, (B, 1, 1, prefix + n), or None."""
         if tokens.size is None or not (self.proportional or self.config.variable):
             return None
-        return log_size(tokens.size, tokens.prefix, self.proportional)
+        return log_size(tokens.size, tokens.prefix, power=int(self.proportional))
 
     def attend(self, heads: Heads, tokens: Tokens) -> torch.Tensor:
         """What a block's heads give where the block has been opened, (B, heads, n, head_dim)."""

@@ -137,8 +137,7 @@ class TrainingNoise(Method):
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         if tokens.size is None or not self.proportional:
             return None
-        bias = log_size(tokens.size, tokens.prefix, True)
-        return torch.where(bias < 0, bias, bias * self.powers[block - 1].float())  # padding takes no part at any power
+        return log_size(tokens.size, tokens.prefix, self.powers[block - 1].float())
 
     def score(self, tokens: Tokens, block: int) -> torch.Tensor:
         """Raw scores (B, n) in fp32 whatever the precision around them; relevance alpha is their softmax (Eq. 4)."""

@@ -73,7 +73,7 @@ class Found:
         proxy = self.proxy
         lines += [
             "",
-            f"chosen by KL on {few} other photos, which is {proxy['kl_difference']:.1f} % from that on the "
+            f"searched by KL on {few} other photos, which is {proxy['kl_difference']:.1f} % from that on the "
             f"{many}, mean of {proxy['schedules']:.0f} schedules; rank correlation {proxy['kl_rank']:.2f}, with the "
             f"points lost {proxy['lost_rank']:.2f}",
             f"{self.seconds:.0f} s" + ("" if self.complete else "; the time was up: more --minutes may find more"),

@@ -143,7 +143,7 @@ class Job:
         return found
 
     def verify(self, one: Tried, name: str = "", keep: bool = True) -> Point:
-        """A schedule's answers on the photos that nothing was chosen on."""
+        """A schedule's answers on the photos that were not searched on."""
         self.scout.ask(one)
         config = one.schedule.config
         held_out = self.verifier.ask(config).figures(self.verifier.right)

@@ -39,7 +39,7 @@ def draw_front(path: Path, found: Found, title: str) -> None:
     few, many = found.photos
     figure.legend(
         handles, names, loc="outside lower center", ncols=6, frameon=False, fontsize=9, title_fontsize=8,
-        title=f"on {many} photos; chosen on {few} others",
+        title=f"on {many} photos; searched on {few} others",
     )  # fmt: skip
     figure.suptitle(f"{title}: {found.plan.config.method}, {found.budget}", fontsize=11)
     write(path, finished(figure, "png"))

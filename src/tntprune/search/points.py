@@ -1,4 +1,4 @@
-"""What was verified: schedules with their cost and their answers on photos that nothing was chosen on."""
+"""What was verified: schedules with their cost and their answers on photos that were not searched on."""
 
 from __future__ import annotations
 
