@@ -55,10 +55,11 @@ class Lab:
     Args:
         data: The folder with the weights, calibration-1000 and imagenet-val-1300.
         out: For all that is kept.
+        half: Train, and judge the ablation, in bf16 under autocast: faster where the processor has instructions for it.
     """
 
-    def __init__(self, data: Path, out: Path) -> None:
-        self.data, self.out = data, out
+    def __init__(self, data: Path, out: Path, half: bool = False) -> None:
+        self.data, self.out, self.half = data, out, half
         self.model = load_model(MODEL, data / f"{MODEL}.safetensors")
         self.photos: dict[str, list[Photo]] = {
             "calibration": labelled_photos(data / "calibration-1000" / "images", self.model),
@@ -73,7 +74,7 @@ class Lab:
     def train(self, variant: Variant, photos: list[Photo], seed: int) -> tuple[Learned, float]:
         """What a training learns, and its seconds; one that has ended is not repeated."""
         out = self.out / f"{variant.like or variant.name}-{len(photos)}-{seed}".replace(" ", "-")
-        training = Training(**{"seed": seed, "amp": "bf16", "epochs": 5, **variant.training})
+        training = Training(**{"seed": seed, "amp": "bf16" if self.half else "none", "epochs": 5, **variant.training})
         if not ended(out):
             reduce_(self.model, variant.config)
             images = transform_for(self.model, LIGHT if variant.augmented else None)
@@ -97,7 +98,7 @@ class Lab:
     def tune(self, label: str, config: Config, learned: Learned) -> tuple[Path, float]:
         """The norms fine-tuned under a reduction: the run, and its seconds."""
         out = self.out / f"tuned-{label}"
-        training = Training(unfreeze="norms", amp="bf16")
+        training = Training(unfreeze="norms", amp="bf16" if self.half else "none")
         model = load_model(MODEL, self.data / f"{MODEL}.safetensors")
         inherit(reduction_of(reduce_(model, config)), learned)
         if not ended(out):
@@ -152,7 +153,7 @@ class Lab:
 
 def ablation(lab: Lab) -> None:
     """One option changed at a time: learn on one half of the calibration photos, judge by the other."""
-    lab.judge("ablation unpruned", None, {}, "judge", True)
+    lab.judge("ablation unpruned", None, {}, "judge", lab.half)
     for variant in sorted(variants(), key=lambda variant: variant.name in LATER):
         for seed in SEEDS[: 2 if (variant.like or variant.name) in ("default", "whole") else 1]:
             found, _ = lab.train(variant, lab.photos["learn"], seed)
@@ -163,7 +164,7 @@ def ablation(lab: Lab) -> None:
                 for name, value in found.items()
             }
             for label, config in variant.settings().items():
-                lab.judge(f"ablation {variant.name} {label} {seed}", config, learned, "judge", True)
+                lab.judge(f"ablation {variant.name} {label} {seed}", config, learned, "judge", lab.half)
 
 
 def table(lab: Lab, plans: Path | None, seeds: tuple[int, ...]) -> None:
@@ -213,6 +214,7 @@ def main(
     part: Literal["ablation", "table", "tuned", "references", "effort", "page"],
     plans: Path | None = None,
     seeds: tuple[int, ...] = SEEDS,
+    bf16: bool = False,
     doc: Path = Path("docs/method.md"),
 ) -> None:
     """Train and judge what is not there yet, or write the page from what is.
@@ -223,6 +225,7 @@ def main(
         part: What to do.
         plans: A folder with plans of `tntprune search`, named after their budgets, for the table.
         seeds: For the table; two processes can share them.
+        bf16: Train, and judge the ablation, in half precision, which suits processors with instructions for it.
         doc: The page.
     """
     begin = time.perf_counter()
@@ -231,7 +234,7 @@ def main(
 
         write_page(out / "figures", doc)
         return
-    lab = Lab(data, out)
+    lab = Lab(data, out, bf16)
     parts = {
         "ablation": lambda: ablation(lab),
         "table": lambda: table(lab, plans, seeds),

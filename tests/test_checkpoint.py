@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 
 import huggingface_hub
 import pytest
@@ -15,8 +16,8 @@ from tntprune import load_, reduce_, restore_, save
 from tntprune.backbones.reduced import Reduced
 from tntprune.checkpoint import FILE, read
 from tntprune.config import TNT, Random
-from tntprune.errors import UsageError, UserError
-from tntprune.reduce import reduction_of
+from tntprune.errors import UsageError, UserError, UserNote
+from tntprune.reduce import reduction_of, twin_of
 from tntprune.storage import read_metadata, read_weights
 
 CONFIGS = {
@@ -25,6 +26,7 @@ CONFIGS = {
     "tokens": TNT(at=2, tokens=17, partition="sequential", similar=3, order=4),
     "random": Random(at=(0, 3), tokens=(40, 11), order=5),
 }
+SAVED = TNT(at=3, noise_blocks=(1, 2, 3, 4, 5))
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,7 @@ def refused(call, *words: str, kind: type[UserError] = UserError) -> None:
 
 @pytest.fixture
 def saved(tmp_path):
-    return save(reduced("plain", TNT(at=3)), tmp_path / "run")
+    return save(reduced("plain", SAVED), tmp_path / "run")
 
 
 @pytest.mark.parametrize("kind", ["plain", "distilled", "registers"])
@@ -87,7 +89,7 @@ def test_the_file_says_what_it_was_made_for(saved):
     about = read_metadata(saved)
     assert json.loads(about["backbone"]) == {"embed_dim": 32, "depth": 6} and about["tntprune"]
     config, _, path = read(saved.parent)
-    assert config == TNT(at=3) and path == saved
+    assert config == SAVED and path == saved
 
 
 def test_saving_again_replaces(tmp_path):
@@ -104,8 +106,8 @@ def test_a_model_in_training_stays_in_training(saved):
 @pytest.mark.parametrize(
     ("changes", "config"),
     [
-        ({"at": 2, "keep": 0.25}, TNT(at=2, keep=0.25)),
-        ({"tokens": 9}, TNT(at=3, tokens=9)),
+        ({"at": 2, "keep": 0.25}, SAVED.changed(at=2, keep=0.25)),
+        ({"tokens": 9}, SAVED.changed(tokens=9)),
     ],
 )
 @torch.inference_mode()
@@ -133,7 +135,7 @@ def test_a_run_that_merges_drops_only_where_that_is_said(saved):
     with pytest.raises(UsageError, match=r"similar=5: .* was trained to merge, .* expected how='drop' as well"):
         load_(make("plain"), saved, similar=5)
     model = load_(make("plain"), saved, similar=5, how="drop")
-    assert reduction_of(model).config == TNT(at=3, similar=5)
+    assert reduction_of(model).config == SAVED.changed(similar=5)
 
 
 def test_a_run_that_drops_cannot_merge(tmp_path):
@@ -156,7 +158,7 @@ def test_random_drop_can_be_changed_too(tmp_path):
         ({"at": 0}, UsageError, "at=0: no scorer there"),
         ({"tokens": 65}, UsageError, "only 64 patch tokens"),
         ({"scorer": "mlp"}, UsageError, "was trained with 'linear'"),
-        ({"noise_blocks": (1, 2, 3)}, UsageError, "was trained with None"),
+        ({"noise_blocks": (1, 2, 3)}, UsageError, "was trained with (1, 2, 3, 4, 5)"),
         ({"recipe": "paper"}, UsageError, "was trained with 'merge'"),
         ({"score_norm": False}, UsageError, "was trained with None"),
     ],
@@ -236,7 +238,7 @@ def test_a_file_made_for_who_knows_what_is_refused(saved, backbone):
         (lambda t: {**t, "surplus": torch.zeros(1)}, "surplus"),
         (
             lambda t: {name: value for name, value in t.items() if name != "scorers.3.layers.0.bias"},
-            "scorers.3.layers.0.bias",
+            "has nothing for scorers.3.layers.0.bias",
         ),
         (lambda t: {name: value.flatten() for name, value in t.items()}, "shapes"),
         (
@@ -294,10 +296,25 @@ def test_what_the_hub_gives_is_loaded(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *names, **options: asked.append(names) or str(saved))
     model = load_(make("plain"), "someone/something", keep=0.25)
-    assert asked == [("someone/something", FILE)] and reduction_of(model).config == TNT(at=3, keep=0.25)
+    assert asked == [("someone/something", FILE)] and reduction_of(model).config == SAVED.changed(keep=0.25)
 
 
 def test_a_folder_here_comes_before_the_hub(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(saved.parent, tmp_path / "someone" / "something")
-    assert reduction_of(load_(make("plain"), "someone/something")).config == TNT(at=3)
+    assert reduction_of(load_(make("plain"), "someone/something")).config == SAVED
+
+
+def test_other_weights_of_the_same_shape_are_noted_once_and_taken_all_the_same(saved):
+    model = make("plain")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_(model, saved)
+    with torch.no_grad():
+        model.patch_embed.proj.weight.mul_(1.5)
+    with pytest.warns(UserNote, match="made for other weights of such a model .patch_embed.proj.weight"):
+        load_(model, saved)
+    assert reduction_of(model).config == SAVED
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_(twin_of(make("plain")), saved, at=2)

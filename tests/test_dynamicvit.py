@@ -243,7 +243,7 @@ def test_a_trained_one_serves_some_of_its_locations(tmp_path):
         assert list(reduction_of(model).predictors) == ["2"]
         assert list(reduction_of(model).steps(64)) == [Place(2)]
         assert model(images).isfinite().all()
-    with pytest.raises(UserError, match=r"nothing for predictors\.3\..* locations that it was trained for"):
+    with pytest.raises(UserError, match=r"nothing for block 3; expected those that it was trained for: \d"):
         load_(model, tmp_path, at=(2, 3))
 
 

@@ -19,7 +19,7 @@ from tntprune.plan import Plan, read_plan, write_plan
 from tntprune.reduce import reduction_of
 
 CONFIGS = {
-    "tnt": TNT(at=(2, 4), tokens=(40, 17), similar=3),
+    "tnt": TNT(at=(2, 4), tokens=(40, 17), similar=3, noise_blocks=(1, 2, 3, 4)),
     "tome": ToMe(at=(2, 3, 5), tokens=(50, 33, 12)),
     "random": Random(at=(0, 3), tokens=(40, 11), order=5),
     "dynamicvit": DynamicViT(at=(1, 4), tokens=(40, 11)),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from itertools import pairwise
 
 import pytest
@@ -114,9 +115,9 @@ def test_blocks_are_those_that_something_was_learned_for():
     learned = reduction_of(reduce_(make("plain"), TNT(at=2, noise_blocks=(1, 2, 4)))).state_dict()
     assert Space(make("plain"), TNT(noise_blocks=(1, 2, 4)), learned).blocks == (1, 2, 4)
     everything = Space(make("plain"), TNT())
-    assert everything.blocks == (1, 2, 3, 4, 5)
+    assert everything.blocks == (0, 1, 2, 3, 4, 5)
     learned = reduction_of(everything.put(everything.everywhere())).state_dict()
-    assert Space(make("plain"), TNT(), learned).blocks == (1, 2, 3, 4, 5)
+    assert Space(make("plain"), TNT(), learned).blocks == (0, 1, 2, 3, 4, 5)
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +306,21 @@ def test_when_the_time_is_up_the_best_so_far_is_given():
     found = small_search(make("plain"), macs=0.4, minutes=1e-6)
     assert not found.complete and found.chosen.macs <= 0.4 * found.whole and "the time was up" in str(found)
     assert "the paper's [3, 4, 5]: cannot meet this" in found.notes
+
+
+def test_ctrl_c_verifies_what_is_best_so_far(monkeypatch, capsys):
+    begun = Scout.told
+
+    def told(self, best):
+        if not self.clock.stops:
+            signal.raise_signal(signal.SIGINT)
+        begun(self, best)
+
+    monkeypatch.setattr(Scout, "told", told)
+    found = small_search(make("plain"), macs=0.4)
+    assert not found.complete and found.chosen.macs <= 0.4 * found.whole and "it was interrupted" in str(found)
+    assert capsys.readouterr().err.count("Ctrl-C again stops at once") == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_smallest_cost_for_a_loss():

@@ -66,7 +66,8 @@ def test_every_command_takes_a_plan_as_its_reducer(plan, digits, tmp_path, call)
     sweep = ["sweep", "digits_vit", "--reducers", plan, "--data", digits, "--out", tmp_path / "a.jsonl"]
     assert call(*sweep, "--workers", 0)[0] == 0
     assert call("eval", *reducer, "--data", digits, "--at", 2, "--keep", 0.5, "--workers", 0)[0] == 0
-    assert call("macs", "digits_vit", "--method", "tome", "--json")[0] == 0
+    code, out, err = call("macs", *reducer, "--json")
+    assert code == 0 and json.loads(out)["macs"] == expected and "note" not in err, err
 
 
 def test_a_plan_can_be_searched_again_from_what_it_has_learned(plan, digits, tmp_path, call):
@@ -86,6 +87,22 @@ def test_where_tokens_may_go_can_be_said(digits, tmp_path, call):
     assert code == 0 and "tome, 70 % of the MACs" in out and "uniform rates" in out, err
     config = read_plan(tmp_path / "c.json").config
     assert set(config.at) <= {2, 3} and config.metric == "x"
+
+
+def test_a_plan_is_not_overwritten(plan, digits, call):
+    before = plan.read_bytes()
+    code, out, err = call("search", "digits_vit", "--data", digits, "--macs", 0.7, "--out", plan)
+    assert code == 2 and not out and "exists already; expected a new name" in err
+    assert plan.read_bytes() == before
+
+
+def test_why_there_are_no_labels_is_told(digits, tmp_path, call):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "digits").symlink_to(digits / "digit3")
+    (tmp_path / "photos" / "others").symlink_to(digits / "digit4")
+    given = ["--method", "tome", "--macs", 0.7, "--moves", 0, "--workers", 0, "--out", tmp_path / "d.json"]
+    code, out, err = call("search", "digits_vit", "--data", tmp_path / "photos", *given)
+    assert code == 0 and "points of agreement lost" in out and "judged without labels: " in out, err
 
 
 @pytest.mark.parametrize(

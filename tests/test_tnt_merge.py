@@ -120,9 +120,10 @@ def test_a_share_of_the_batches_is_rehearsed():
 
 
 def test_one_location_is_rehearsed_at_every_block_with_a_scorer_and_to_many_counts():
-    method = reduction_of(reduce_(make("plain"), TNT(at=2, rehearsal=ALWAYS))).train()
+    blocks = (1, 2, 3, 4, 5)
+    method = reduction_of(reduce_(make("plain"), TNT(at=2, rehearsal=ALWAYS, noise_blocks=blocks))).train()
     drawn = [(place, step) for plan in plans(method) for place, step in plan.items()]
-    assert len(drawn) == 400 and {place.block for place, _ in drawn} == {1, 2, 3, 4, 5}
+    assert len(drawn) == 400 and {place.block for place, _ in drawn} == set(blocks)
     left = [step.leaving for _, step in drawn]
     assert 5 <= min(left) < 8 and 40 < max(left) <= 45  # 0.08 and 0.7 of 64
 
@@ -144,7 +145,7 @@ def test_several_locations_are_rehearsed_together_each_with_an_equal_share():
     "config", [TNT(at=(1, 3)), TNT(at=(1, 3), inside=True, metric="mean", proportional=False)], ids=["after", "inside"]
 )
 def test_rehearsal_reaches_all_that_is_learned_and_leaves_the_model_alone(kind, config):
-    model = stirred(config.changed(rehearsal=ALWAYS), kind)
+    model = stirred(config.changed(rehearsal=ALWAYS, noise_blocks=(1, 2, 3)), kind)
     before = {name: value.clone() for name, value in model.state_dict().items() if "reduction." not in name}
     with learning(model):
         loss = Trainer(model, Training(amp="none", warmup=0.0), 4).step(1, [(photos_for(model), None)])
@@ -165,7 +166,7 @@ def test_rehearsal_reaches_all_that_is_learned_and_leaves_the_model_alone(kind, 
 
 
 def test_a_training_changes_scorers_weights_and_powers_and_is_saved(tmp_path):
-    model = reduce_(make("plain"), TNT(at=(2, 4), keep=0.6))
+    model = reduce_(make("plain"), TNT(at=(2, 4), keep=0.6, noise_blocks=(2, 3, 4)))
     first = {name: value.clone() for name, value in reduction_of(model).state_dict().items()}
     images = photos_for(model, 12)
     calibrate_(model, images, epochs=5, batch_size=4, amp="none", progress=False)
@@ -202,14 +203,17 @@ def test_behind_the_last_attention_nothing_reads_patches_so_that_there_is_no_noi
     assert noisy("no_cls", (4, 5, 6)) == noisy("map_pool", (4, 5, 6)) == [4, 5, 6]
 
 
-def test_noise_is_learned_up_to_the_last_location():
+def test_noise_is_learned_where_tokens_go_and_up_to_there_in_the_recipes_that_drop():
     def blocks(**options):
         model = VisionTransformer(**{**SMALL, "depth": 8})
         return [int(block) for block in reduction_of(reduce_(model, TNT(**options))).scorers]
 
-    assert blocks(at=2) == [1, 2, 3, 4, 5]
-    assert blocks(at=(2, 7)) == [1, 2, 3, 4, 5, 6, 7]
-    assert blocks(at=8, inside=True) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert blocks(at=2) == [2] == blocks(at=2, how="drop")  # which does not change what has been learned
+    assert blocks(at=(0, 2, 7)) == [0, 2, 7]
+    for recipe in ("relative", "paper"):
+        assert blocks(at=2, recipe=recipe) == [1, 2, 3, 4, 5]
+        assert blocks(at=(2, 7), recipe=recipe) == [1, 2, 3, 4, 5, 6, 7]
+        assert blocks(at=8, inside=True, recipe=recipe) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert blocks(at=7, noise_blocks=(3, 7)) == [3, 7]
 
 
@@ -279,7 +283,10 @@ def test_what_makes_no_sense_is_refused_in_one_line(options, words):
         ({"at": 6}, "at=6: the model has 6 blocks, and removing tokens after the last one saves nothing"),
         ({"at": 7, "inside": True}, "at=7: the model has 6 blocks; expected 1 to 6"),
         ({"at": 3, "inside": True, "noise_blocks": (0, 3)}, "noise_blocks: 0 given; .* expected 1 to 6"),
-        ({"at": 0}, "at=0: no scorer there, because noise is learned at blocks 1 2 3 4 5; .*with 0 among them"),
+        (
+            {"at": 0, "recipe": "relative"},
+            "at=0: no scorer there, because noise is learned at blocks 1 2 3 4 5; .*with 0 among them",
+        ),
         ({"at": (2, 3), "tokens": (9, 10)}, "tokens=10 after block 3: only 9 patch tokens arrive"),
     ],
     ids=str,

@@ -14,10 +14,10 @@ from tntprune.backbones.base import find_backbone
 from tntprune.classnames import packed_names
 from tntprune.config import Combination, Config, from_dict, options, to_dict
 from tntprune.errors import UsageError, UserError
-from tntprune.fingerprint import identity
+from tntprune.fingerprint import identity, warn_of_others
 from tntprune.hub import download
 from tntprune.plan import is_plan, read_plan
-from tntprune.reduce import base_of, inherit, reduce_, reduction_of
+from tntprune.reduce import base_of, inherit, missing_in, reduce_, reduction_of
 from tntprune.shipped import SHIPPED, find_shipped
 from tntprune.storage import make_folder, packed, read_metadata, read_weights, write
 
@@ -115,6 +115,9 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
     Raises:
         UserError: nothing is there, it is broken, or it was made for a model of another width or depth.
         UsageError: an option does not exist or is out of range, or a revision was given of what is no repository.
+
+    Warns:
+        UserNote: it was made for other weights of such a model.
     """
     config, tensors, path = read(source, model, revision)
     for name, entry in options(type(config)).items():
@@ -140,13 +143,14 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
     wanted = {name: value.shape for name, value in method.state_dict().items()}
     spare = bool(changes) or is_plan(path)  # a plan has what was learned for other places too
     found = {name: value.shape for name, value in tensors.items() if name in wanted or not spare}
-    if missing := sorted(set(wanted) - set(found)):
-        hint = "locations that it was trained for" if changes else "what tntprune.save writes"
-        raise UserError(f"{path}: has nothing for {missing[0]}; expected {hint}")
+    if missing := missing_in(tensors, wanted):
+        raise UserError(f"{path}: {missing}")
     if wanted != found:
         odd = sorted(set(found) - set(wanted)) or ["shapes"]
         raise UserError(f"{path}: does not fit its own configuration ({odd[0]}); expected what tntprune.save writes")
     tuned = _weights(source, path, model) if about.get("weights") else None
+    if tuned is None:
+        warn_of_others(path, base_of(model), _parse(path, about.get("model", "{}")).get("norms", {}))
     own: Any = reduction_of(reduce_(model, config, *more))
     inherit(own.parts[0] if more and not isinstance(config, Combination) else own, tensors)
     if tuned is not None:

@@ -8,7 +8,8 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tyro
@@ -30,7 +31,7 @@ from tntprune.commands import (
     sweep,
     train,
 )
-from tntprune.errors import UserError
+from tntprune.errors import UserError, UserNote
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo.demo,
@@ -66,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     console.replace_closed()
     try:
-        return _run(given or ["--help"])
+        with _noted():
+            return _run(given or ["--help"])
     except UserError as error:
         if error.told:
             return error.exit_code
@@ -87,6 +89,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = f"{error.filename}: "[:200] if error.filename else ""
         print(f"tntprune: {name}{error.strerror or error}", file=sys.stderr)
         return 1
+
+
+@contextlib.contextmanager
+def _noted() -> Iterator[None]:
+    """Notes to the user as one line each, like errors."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, UserNote):
+                print(f"tntprune: note: {message}", file=sys.stderr)
+            else:
+                others(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def _run(given: list[str]) -> int:

@@ -14,3 +14,7 @@ class UsageError(UserError):
     """Something asked for does not exist or is out of range: a name, an option, a number. Exit code 2."""
 
     exit_code = 2
+
+
+class UserNote(UserWarning):
+    """Something that a user should know of, though it stops nothing; commands print it as one line."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+from tntprune.errors import UserNote
 
 TENSORS = 4
 TOLERANCE = 0.01  # half precision moves a norm by far less, and another training by far more
@@ -44,8 +48,10 @@ def full_name(identity: dict[str, Any]) -> str:
 
 
 def difference(model: nn.Module, norms: dict[str, float]) -> str | None:
-    """How a model's weights differ from those with such norms, None if they do not."""
+    """How a model's weights differ from those with such norms; None if they do not, or if it is a shape without any."""
     own = dict(model.named_parameters())
+    if any(value.is_meta for value in own.values()):
+        return None
     for name, expected in norms.items():
         if name not in own:
             return f"it has no {name}"
@@ -53,3 +59,18 @@ def difference(model: nn.Module, norms: dict[str, float]) -> str | None:
         if not abs(norm - expected) <= TOLERANCE * expected:  # NaN differs as well
             return f"{name} has a norm of {norm:.2f}, not {expected:.2f}"
     return None
+
+
+def warn_of_others(path: Path, model: nn.Module, norms: dict[str, float]) -> None:
+    """Warn if what is in a file was made for other weights than those of a model of the same shape.
+
+    Warns:
+        UserNote: it was.
+    """
+    if told := difference(model, norms):
+        warnings.warn(
+            f"{path}: was made for other weights of such a model ({told}), and may not suit these; expected those that "
+            "it was made with, or another training",
+            UserNote,
+            stacklevel=3,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,6 +127,29 @@ def reduction_of(model: nn.Module) -> Method:
     return tower.reduction
 
 
+def missing_in(learned: Iterable[str], wanted: Iterable[str]) -> str | None:
+    """What was not learned though it is wanted, as a sentence's end; None if nothing is missing.
+
+    Args:
+        learned: Names such as scorers.6.layers.0.weight.
+        wanted: The same.
+    """
+    known = set(learned)
+    missing = next((name for name in sorted(wanted) if name not in known), None)
+    if missing is None:
+        return None
+    part = _block(missing)
+    others = sorted({found for name in known if (found := _block(name)) is not None})
+    if part is None or part in others or not others:
+        return f"has nothing for {missing}"
+    return f"has nothing for block {part}; expected those that it was trained for: {', '.join(map(str, others))}"
+
+
+def _block(name: str) -> int | None:
+    """The block that something learned is for, if it is for one."""
+    return next((int(word) for word in name.split(".") if word.isdigit()), None)
+
+
 def inherit(method: Method, learned: dict[str, torch.Tensor]) -> None:
     """Give a method what another one of its kind has learned, which may have learned it for more locations.
 
@@ -133,8 +157,8 @@ def inherit(method: Method, learned: dict[str, torch.Tensor]) -> None:
         UserError: something that it needs is not there.
     """
     wanted = method.state_dict()
-    if missing := sorted(set(wanted) - set(learned)):
-        raise UserError(f"nothing was learned for {missing[0]}; expected locations that it was trained for")
+    if missing := missing_in(learned, wanted):
+        raise UserError(f"what was learned {missing}")
     method.load_state_dict({name: learned[name] for name in wanted})
 
 

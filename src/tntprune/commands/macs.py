@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from tntprune.console import ImgSize, Json, MethodName, Model, Then, tell
+import warnings
+
+from tntprune.console import ImgSize, Json, MethodName, Model, Reducer, Then, tell
 from tntprune.options import MethodOptions
 
 
 def macs(
     model: Model,
     method: MethodName = None,
+    reducer: Reducer = None,
     reduction: MethodOptions = MethodOptions(),
     then: Then = (),
     img_size: ImgSize = None,
@@ -19,11 +22,15 @@ def macs(
 
     from tntprune.counting import macs as count
     from tntprune.models import shape_of
-    from tntprune.options import configs_from
+    from tntprune.options import apply, configs_from
     from tntprune.reduce import reduce_
 
     built = shape_of(model, img_size)
-    if configs := configs_from(method, reduction, then):
+    if reducer is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # nothing can be put into a model without weights
+            apply(built, method, reducer, reduction, then)
+    elif configs := configs_from(method, reduction, then):
         reduce_(built, *configs)
     found = count(built)
     tell(json, asdict(found), str(found))

@@ -31,7 +31,7 @@ def search(
     out: Annotated[Path, tyro.conf.arg(metavar="JSON", help="the plan to write; its front is drawn beside it")],
     macs: Annotated[
         float | None,
-        tyro.conf.arg(metavar="FLOAT", help="budget: of one image, 0.8e9; at most 1: a share", help_behavior_hint=""),
+        tyro.conf.arg(metavar="FLOAT", help="budget: of one image, 0.8e9; or a share, 0.6", help_behavior_hint=""),
     ] = None,
     latency: Annotated[
         str | None,
@@ -95,6 +95,8 @@ def search(
     wanted = budget(macs, latency, speedup, drop)
     if not is_plan(out):
         raise UsageError(f"--out {out}: expected a file that ends in .json")
+    if out.exists():
+        raise UsageError(f"--out {out}: exists already; expected a new name, as a plan takes minutes to find")
     if curve is not None and not wanted.timed:
         raise UsageError("--curve is of time; expected it with --latency or --speedup")
     torch.manual_seed(seed)

@@ -59,8 +59,9 @@ class TNT(Config):
         recipe: "merge" (ours), "relative" (ours, with dropping as in the paper) or "paper" (the authors' code).
         scorer: "linear" or "mlp" (D, hidden, GELU, 1).
         hidden: Width of the MLP scorer; None is twice the embedding width, derived from the paper's DeiT-Tiny figures.
-        noise_blocks: Blocks whose output gets noise in training, each with a scorer; None is 1 to 5, and on to the last
-            location where that lies beyond, or fewer in a model with fewer blocks. 0 is the patch embedding.
+        noise_blocks: Blocks whose output gets noise in training, each with a scorer. None is the locations with
+            recipe="merge", where every step counts for those that will be used; with the others it is 1 to 5, and on to
+            the last location where that lies beyond, or fewer in a model with fewer blocks. 0 is the patch embedding.
         noise_at: In training, noise after "all" of these blocks at once, or after "one" of them, drawn for each batch,
             so that every scorer learns from the features that it will see.
         capacity: Number of tokens that can pass free of noise: "one", a share of the tokens in (0, 1], or "drawn",
@@ -92,7 +93,9 @@ class TNT(Config):
     scorer: Literal["linear", "mlp"] = option("linear", "the scorer", learned=True)
     hidden: int | None = option(None, "width of the mlp scorer (twice the embedding's)", learned=True)
     noise_blocks: int | Sequence[int] | None = option(
-        None, "blocks whose output gets noise in training (1 to 5, or to the last location)", learned=True
+        None,
+        "blocks whose output gets noise in training (recipe merge: --at; else 1 to 5 or to the last)",
+        learned=True,
     )
     noise_at: Literal["all", "one"] | None = option(None, "noise after all of these at once, or one for each batch")
     capacity: float | Literal["one", "drawn"] | None = option(None, "tokens free of noise: one, drawn, or a share")
@@ -163,6 +166,15 @@ class TNT(Config):
         if not self.merges:
             gaps["rehearsal"] = 0.0  # nothing is learned from dropping
         return replace(self, **{**gaps, "how": self.what, "similar_at": self.similar_when})
+
+    def noisy(self, depth: int) -> tuple[int, ...]:
+        """Blocks with a scorer, in a model with so many: `noise_blocks`, decided where it was left open."""
+        if self.noise_blocks is not None:
+            return self.noise_blocks  # type: ignore[return-value]
+        if self.recipe == "merge":
+            return self.locations
+        last = min(max(5, *self.locations), depth - (not self.inside))
+        return tuple(range(1, last + 1))
 
     @property
     def what(self) -> Literal["drop", "merge"]:

@@ -67,10 +67,7 @@ class TrainingNoise(Method):
         super().__init__(config, layout)
         self.options = config.resolved
         self.ce, self.kl = (1.0, 0.0) if self.options.objective == "ce" else (0.0, 1.0)
-        last = max(5, *config.locations)
-        blocks: tuple[int, ...] = tuple(range(1, min(last, layout.depth - (not config.inside)) + 1))
-        if config.noise_blocks is not None:
-            blocks = config.noise_blocks  # type: ignore[assignment]
+        blocks = config.noisy(layout.depth)
         for block in blocks:
             if not (0 < block <= layout.depth if config.inside else block < layout.depth):
                 expected = f"1 to {layout.depth}" if config.inside else "less"

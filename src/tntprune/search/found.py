@@ -76,7 +76,8 @@ class Found:
             f"searched by KL on {few} other photos, which is {proxy['kl_difference']:.1f} % from that on the "
             f"{many}, mean of {proxy['schedules']:.0f} schedules; rank correlation {proxy['kl_rank']:.2f}, with the "
             f"points lost {proxy['lost_rank']:.2f}",
-            f"{self.seconds:.0f} s" + ("" if self.complete else "; the time was up: more --minutes may find more"),
+            f"{self.seconds:.0f} s"
+            + ("" if self.complete else "; the time was up, or it was interrupted: more --minutes may find more"),
             *self.notes,
         ]
         return "\n".join(lines)

@@ -38,11 +38,13 @@ class Shares(NamedTuple):
         searched: Schedules are chosen on these.
         held_out: The chosen ones are verified on these, which nothing is chosen or trained on.
         training: Those that a method that learns may be trained on: all but the held-out ones.
+        note: Why there are no labels, where a folder has none that the model knows.
     """
 
     searched: Part
     held_out: Part
     training: list[Photo] | Part
+    note: str = ""
 
 
 def shares(
@@ -73,7 +75,7 @@ def shares(
         raise UsageError("labels go with a tensor of images; a folder's are its subfolders")
     if isinstance(data, torch.Tensor) and labels is not None and labels.shape != data.shape[:1]:
         raise UserError(f"labels of shape {tuple(labels.shape)} for {len(data)} images; expected ({len(data)},)")
-    found = data if isinstance(data, torch.Tensor) else _listed(model, data)
+    found, note = (data, "") if isinstance(data, torch.Tensor) else _listed(model, data)
     if len(found) < LEAST:
         raise UserError(f"{len(found)} photos; expected {LEAST} or more, half to search on and half to verify on")
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -87,18 +89,20 @@ def shares(
     looked = _decoded(model, [found[place] for place in chosen], workers, progress)
     parts = [Part(looked.images[own], None if looked.labels is None else looked.labels[own])
              for own in (slice(half), slice(half, None))]  # fmt: skip
-    return Shares(parts[0], parts[1], [found[place] for place in rest])
+    return Shares(parts[0], parts[1], [found[place] for place in rest], note)
 
 
-def _listed(model: nn.Module, data: str | Path) -> Sequence[Photo]:
-    """The photos, with labels where they lie in folders of the model's classes."""
+def _listed(model: nn.Module, data: str | Path) -> tuple[Sequence[Photo], str]:
+    """The photos, with labels where they lie in folders of the model's classes, or a note on why there are none."""
+    note = ""
     try:
         found = open_photos(data, model, training=True)
-    except UserError:
+    except UserError as error:
+        note = f"judged without labels: {error}"
         found = open_photos(data, model, training=True, labelled=False)  # refuses what is no folder of photos at all
     if isinstance(found, Stream):
         raise UserError(f"{data}: a stream; expected a folder, or a data set whose photos can be asked for by number")
-    return found
+    return found, note
 
 
 def _decoded(model: nn.Module, photos: list[Photo], workers: int | None, progress: bool) -> Part:

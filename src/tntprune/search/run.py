@@ -15,6 +15,7 @@ from tntprune.config import Config
 from tntprune.data import Photos, default_workers, input_mode, transform_for
 from tntprune.errors import UsageError, UserError
 from tntprune.fingerprint import identity
+from tntprune.interrupts import interrupts
 from tntprune.plan import Plan
 from tntprune.recipes import Recipe
 from tntprune.reduce import base_of, is_reduced, reduction_of
@@ -57,7 +58,7 @@ def search(
 ) -> Found:
     """Find where a method should remove tokens, and how many, so that the model keeps the most within a budget.
 
-    The same seed gives the same plan, unless the clock ended the search.
+    The same seed gives the same plan, unless the clock ended the search. The first Ctrl-C ends it as the clock does.
 
     Args:
         model: In eval mode; it is not changed. What its reduction has learned is used.
@@ -116,7 +117,7 @@ def search(
         cost, whole = curve.predict, curve.unpruned
         _check_reach(space, wanted, cost, whole)
     job = Job(space, wanted, cost, whole, curve, found, clock, moves, seed, base, progress)
-    with job.bar:
+    with job.bar, interrupts() as clock.stops:
         chosen = job.by_loss() if wanted.kind == "drop" else job.by_limit(wanted.limit(whole))
         marks = job.references(chosen.cost if wanted.kind == "drop" else wanted.limit(whole))
         if wanted.kind != "drop":
@@ -125,7 +126,8 @@ def search(
     best = front(verified)
     proxy = proxy_error(verified)
     met = {point.name for point in marks}
-    notes = [f"{shape.name}: cannot meet this" for shape in references(space) if shape.name not in met]
+    notes = [found.note] if found.note else []
+    notes += [f"{shape.name}: cannot meet this" for shape in references(space) if shape.name not in met]
     if curve is not None and wanted.timed and (slower := curve.slower()):
         pairs = ", ".join(f"{count} than {faster}" for count, faster in sorted(slower.items()))
         notes.append(f"fewer patch tokens that take longer than more: {pairs}")

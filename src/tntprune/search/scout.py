@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from tqdm import tqdm
 
 from tntprune.config import Config
 from tntprune.search.judge import NOTHING, Answers, Judge
@@ -40,10 +43,13 @@ class Clock:
 
     def __init__(self, seconds: float) -> None:
         self.end, self.rang = time.monotonic() + seconds, False
+        self.stops: list[int] = []  # an entry for each Ctrl-C; see `interrupts`
 
     def over(self, reserve: float = 0.0) -> bool:
         """Whether the time is up, but for what is kept in reserve, in seconds; it is noted if it is."""
-        self.rang = self.rang or time.monotonic() > self.end - reserve
+        if self.stops and not self.rang:
+            tqdm.write("interrupted: verifying the best so far; Ctrl-C again stops at once", file=sys.stderr)
+        self.rang = self.rang or bool(self.stops) or time.monotonic() > self.end - reserve
         return self.rang
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from tntprune.checkpoint import load_, read, weights_of
 from tntprune.config import Combination, Config, options
 from tntprune.errors import UsageError, UserError
-from tntprune.reduce import reduce_, reduction_of, twin_of
+from tntprune.reduce import missing_in, reduce_, reduction_of, twin_of
 
 NAMES = {
     "tnt": "TNT", "random": "random drop", "topk": "Top-K", "evit": "EViT", "dynamicvit": "DynamicViT",
@@ -134,8 +134,8 @@ class Saved:
         Raises:
             UserError: there are such.
         """
-        if missing := sorted(set(method.state_dict()) - set(self.tensors)):
-            raise UserError(f"{self.path}: has nothing for {missing[0]}; expected locations that it was trained for")
+        if missing := missing_in(self.tensors, method.state_dict()):
+            raise UserError(f"{self.path}: {missing}")
 
 
 def shaped(shape: nn.Module, config: Config | None, saved: Saved | None) -> nn.Module:
