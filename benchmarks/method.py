@@ -174,6 +174,8 @@ def table(lab: Lab, plans: Path | None, seeds: tuple[int, ...]) -> None:
         lab.judge(f"table tome {budget}", ToMe(r=r), {}, "val", False)
     for seed in seeds:
         for variant, settings in ((SINGLE, SINGLE.settings()), (WHOLE, schedules(plans))):
+            if not settings:  # no plans yet
+                continue
             learned, _ = lab.train(variant, lab.photos["all"], seed)
             for label, config in settings.items():
                 lab.judge(f"table {variant.name} {label} {seed}", config, learned, "val", False)

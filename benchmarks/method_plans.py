@@ -22,8 +22,8 @@ LEARNED = {  # what each of the learned numbers is good for
 
 
 LATER = {  # variants that are trained last, where time is short
-    "the image's mean with noise of its spread", "rehearsal 0.8", "capacity of half", "MLP scorer", "learning rate 0.1",
-    "whole, tokens compared",
+    "the image's mean with noise of its spread", "capacity of half", "MLP scorer", "whole, tokens compared",
+    "whole, rehearsal 0.0", "whole, noise after all blocks at once",
 }  # fmt: skip
 
 
@@ -69,7 +69,8 @@ WHOLE = Variant("whole", EVERYWHERE)
 
 def variants() -> Iterator[Variant]:
     """The default, and one option changed at a time."""
-    one = {"training": {"epochs": 4}}
+    epochs = 3
+    one = {"training": {"epochs": epochs}}
     single, whole = TNT(at=3, keep=0.5), EVERYWHERE
 
     def changed(name: str, **options: Any) -> Variant:
@@ -77,13 +78,12 @@ def variants() -> Iterator[Variant]:
 
     yield Variant("default", single, **one)
     yield changed("dropping", recipe="relative")
-    yield changed("dropping 25 similar", recipe="relative", similar=25)
     yield changed("noise added in units of the token", noise_scale="rms", beta=1.0)
     yield changed("the image's mean without noise", beta=0.0)
     yield changed("the image's mean with noise of its spread", beta=1.0)
     yield changed("no rehearsal", rehearsal=0.0)
     yield changed("rehearsal 0.8", rehearsal=0.8)
-    yield changed("noise after block 3 alone", noise_blocks=3)
+    yield changed("noise after one of the blocks 1 to 5", noise_blocks=(1, 2, 3, 4, 5))
     yield changed("capacity of half", capacity=0.5)
     yield changed("MLP scorer", scorer="mlp", hidden=192)
     yield changed("labels", objective="ce")
@@ -96,8 +96,8 @@ def variants() -> Iterator[Variant]:
     for name, learned in LEARNED.items():
         yield Variant(name, single, **one, like="default", learned=learned)
     yield Variant("no augmentation", single, **one, augmented=False)
-    yield Variant("learning rate 0.01", single, {"epochs": 4, "lr": 0.01})
-    yield Variant("learning rate 0.1", single, {"epochs": 4, "lr": 0.1})
+    yield Variant("learning rate 0.003", single, {"epochs": epochs, "lr": 0.003})
+    yield Variant("learning rate 0.03", single, {"epochs": epochs, "lr": 0.03})
     yield Variant("whole", whole, **one)
     for name, changes in {
         "whole, no relevance": {"relevance": 0.0}, "whole, relevance 1": {"relevance": 1.0},
@@ -108,14 +108,16 @@ def variants() -> Iterator[Variant]:
     for name, learned in LEARNED.items():
         yield Variant(f"whole, {name}", whole, **one, like="whole", learned=learned)
     yield Variant("whole, tokens compared", whole.changed(metric="x"), **one)
-    yield Variant("whole, no rehearsal", whole.changed(rehearsal=0.0), **one)
+    for share in (0.0, 0.4):
+        yield Variant(f"whole, rehearsal {share}", whole.changed(rehearsal=share), **one)
+    yield Variant("whole, noise after all blocks at once", whole.changed(noise_at="all"), **one)
 
 
 def efforts() -> Iterator[tuple[Variant, int]]:
     """Fewer photos with as many steps, and fewer steps."""
     for photos in (50, 200, 500):
         yield replace(SINGLE, name="photos", training={"epochs": 5 * 1000 // photos}), photos
-    for epochs in (1, 2, 10):
+    for epochs in (1, 2, 3):
         yield replace(SINGLE, name=f"epochs {epochs}", training={"epochs": epochs}), 1000
     yield replace(SINGLE, training={"epochs": 5}), 1000
 

@@ -176,7 +176,7 @@ def test_low_rank_gradients_are_those_of_autograd():
 def test_it_learns_to_say_what_the_unpruned_model_says():
     images, others = cluttered_digits("train")[0][:320].split((256, 64))
     whole = digits_vit()(others).log_softmax(1)
-    config = TNT(at=2, tokens=6)
+    config = TNT(at=2, tokens=6, recipe="relative")
     calibrated = calibrate_(reduce_(digits_vit(), config), images, epochs=1, batch_size=32, progress=False)
 
     def divergence(model):

@@ -23,7 +23,7 @@ from tntprune.learning import learned_parameters, weights_of
 from tntprune.learning import learning as learning
 from tntprune.precision import DTYPES, unfused
 from tntprune.reduce import base_of, device_of, reduction_of
-from tntprune.training import RANK, Training
+from tntprune.training import RANK, RATE, Training
 from tntprune.tuning import LowRank
 from tntprune.world import ALONE, World
 
@@ -98,7 +98,7 @@ class Trainer:
             self.learned = dict(self.low.learned)
         self.whole = nn.ParameterList(self.learned.values())
         self.average = ModelEmaV3(self.whole, decay=training.ema, exclude_buffers=True) if training.ema else None
-        self.rate = training.backbone_lr if training.unfreeze else training.lr or self.method.lr
+        self.rate = training.backbone_lr if training.unfreeze else training.lr or RATE
         self.optimizer = create_optimizer_v2(
             self.groups(), opt="adamw", lr=self.rate, weight_decay=training.weight_decay
         )

@@ -11,7 +11,7 @@ FLAGS: dict[str, tuple[Any, str, str, str]] = {  # type, what stands for a value
     "epochs": (int, "INT", "passes over the photos", "5"),
     "batch_size": (int, "INT", "photos a step, over all processes", "16"),
     "parts": (int, "INT", "of a batch, worked through one by one or by several processes", "one a process"),
-    "lr": (float, "FLOAT", "peak learning rate", "what suits the method: 0.03 for tnt that merges, else 0.01"),
+    "lr": (float, "FLOAT", "peak learning rate", "0.01"),
     "backbone_lr": (float, "FLOAT", "of the model itself; 0 keeps it frozen", "0, or what suits --unfreeze"),
     "unfreeze": (
         Literal["all", "head", "norms", "lowrank"], "{all,head,norms,lowrank}",

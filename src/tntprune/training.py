@@ -11,6 +11,7 @@ import torch
 from tntprune.errors import UsageError
 
 RATES = {"all": 3e-5, "head": 1e-3, "norms": 1e-3, "lowrank": 1e-3}  # of what is unfrozen, if no other is given
+RATE = 0.01  # of what the method learns
 RANK = 8
 MAX_SEED = 2**32 - 1  # times a million and the step's number it is still below 2**53
 MAX_PARTS = 512  # and with a part's number above that, it fits torch's 64 bits
@@ -38,7 +39,7 @@ class Training:
         parts: Equal parts that a step's batch is worked through in, one after another or by several processes at the
             same time, with the same result. None: as many as there are processes. More parts need less memory; what is
             drawn or averaged for each part, such as the share in mixup, makes them another training.
-        lr: Peak learning rate of what the method learns; None is what suits it: 0.03 for TNT that merges, else 0.01.
+        lr: Peak learning rate of what the method learns; None is `RATE`.
         backbone_lr: Peak learning rate of the model itself; 0 keeps it frozen, or with `unfreeze` is that of `RATES`.
         unfreeze: Fine-tune this of the model under its reduction, which learns nothing itself and takes tokens out as
             at test time: "all", "head", "norms", or "lowrank" changes of the linear layers. None: what the method

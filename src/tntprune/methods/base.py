@@ -66,7 +66,6 @@ class Method(nn.Module):
     proportional = False  # whether merged tokens count in attention by their size
     ce: float = 1.0  # weights of the losses in training: cross-entropy to the labels,
     kl: float = 0.0  # divergence from the unpruned model
-    lr: float = 0.01  # that it is trained with, where nothing else is said
     needs_teacher = False  # whether `penalty` looks at the unpruned model's tokens
     trained: float = 1.0  # share of a training that is over; set by the trainer
 

@@ -34,7 +34,7 @@ class Combined(Method):
         self.proportional = any(part.proportional for part in modules)
         if self.learner is not None:
             own = modules[self.learner]
-            self.ce, self.kl, self.lr, self.needs_teacher = own.ce, own.kl, own.lr, own.needs_teacher
+            self.ce, self.kl, self.needs_teacher = own.ce, own.kl, own.needs_teacher
 
     def _schedule(self, patches: int) -> Plan:
         return {step.place: step for step in schedule(self.config.parts, patches, self.layout.depth)}

@@ -92,7 +92,6 @@ class TrainingNoise(Method):
             self.fades = one_each(blocks, 1.5)  # how fast tokens count less the less they are like what they go into
             self.powers = nn.Parameter(torch.full((layout.depth,), 0.6))  # of a size in each block's attention
         self.proportional = config.merges and config.proportional
-        self.lr = 0.03 if config.merges else 0.01
 
     def plan(self, patches: int) -> Plan:
         """In training, where there is noise in this pass, or where tokens go while that is rehearsed.
