@@ -35,6 +35,7 @@ from tntprune.batches import PhotoSource
 from tntprune.checkpoint import FILE, read
 from tntprune.config import Config, from_dict, to_dict
 from tntprune.data import Photo, Photos, collate, labelled_photos, transform_for
+from tntprune.environment import stamp
 from tntprune.models import load_model
 from tntprune.plan import read_plan
 from tntprune.reduce import inherit, reduction_of
@@ -142,6 +143,7 @@ class Lab:
         found = {
             "top1": 100 * right / count, "agreement": 100 * agreeing / count, "kl": apart / count,
             "gmacs": macs(model).macs / 1e9, "photos": count, "config": asked,
+            "stamp": stamp(),
         }  # fmt: skip
         make_folder(file.parent)
         write(file, json.dumps(found).encode())

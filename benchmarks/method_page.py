@@ -10,18 +10,35 @@ from statistics import mean, stdev
 from typing import Any
 
 from method_plans import efforts, variants
-from tntprune.environment import stamp
-from tntprune.storage import write
+from tntprune.storage import make_folder, write
 
 Figures = dict[str, dict[str, Any]]
 BUDGETS = ("0.924", "0.731", "0.622", "0.510")
+STARTS = {
+    "results": ("table", "tuned"), "search": ("reference", "table-whole"), "ablation": ("ablation",),
+    "effort": ("effort",),
+}  # fmt: skip
 GOALS = {"0.5": (80.0, 81.2), "0.35": (75.5, 79.0), "0.25": (70.0, 76.0)}
 FLOORS = {"0.924": (0.0, 82.4), "0.731": (0.0, 81.9), "0.622": (0.0, 81.2), "0.510": (5.0, 78.5)}  # above ToMe
 
 
-def load(folder: Path) -> Figures:
-    """Every figure by its name."""
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+def load(folder: Path, kept: Path) -> Figures:
+    """Every figure by its name: those that were kept beside the page, and newer ones.
+
+    Args:
+        folder: With a file for each of the newer ones.
+        kept: One file of all; it is written again.
+    """
+    figures: Figures = json.loads(kept.read_text()) if kept.exists() else {}
+    for path in folder.glob("*.json"):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            found = {name: value for name, value in found.items() if name != "config"}
+        figures[path.stem] = found
+    lines = (f"{json.dumps(name)}: {json.dumps(figures[name])}" for name in sorted(figures))
+    make_folder(kept.parent)
+    write(kept, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    return figures
 
 
 def named(figures: Figures, start: str) -> list[dict[str, Any]]:
@@ -120,11 +137,13 @@ def write_page(folder: Path, doc: Path) -> None:
 
     Args:
         folder: With the figures.
-        doc: The page, with a pair of marks for each part.
+        doc: The page, with a pair of marks for each part. The figures are kept in a folder of its name.
     """
-    figures, text = load(folder), doc.read_text()
+    figures, text = load(folder, doc.with_suffix("") / "figures.json"), doc.read_text()
     for name, part in {"results": results, "search": search, "ablation": ablation, "effort": effort}.items():
         before, rest = text.split(f"<!-- {name} -->")
         after = rest.split(f"<!-- /{name} -->")[1]
-        text = f"{before}<!-- {name} -->\n{part(figures)}\n\n{stamp()}.\n<!-- /{name} -->{after}"
+        stamps = {one["stamp"] for key, one in figures.items() if key.startswith(STARTS[name]) and "stamp" in one}
+        where = f"\n\n{'; '.join(sorted(stamps))}." if stamps else ""
+        text = f"{before}<!-- {name} -->\n{part(figures)}{where}\n<!-- /{name} -->{after}"
     write(doc, text.encode())
