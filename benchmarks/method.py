@@ -169,14 +169,14 @@ def ablation(lab: Lab) -> None:
                 lab.judge(f"ablation {variant.name} {label} {seed}", config, learned, "judge", lab.half)
 
 
-def table(lab: Lab, plans: Path | None, seeds: tuple[int, ...]) -> None:
+def table(lab: Lab, plans: Path | None, seeds: tuple[int, ...], only: str | None = None) -> None:
     """The table of the page: five seeds, judged by photos that nothing was chosen on."""
     lab.judge("table unpruned", None, {}, "val", False)
     for budget, r in {"0.924": 8, "0.731": 13, "0.622": 16, "0.510": 20}.items():
         lab.judge(f"table tome {budget}", ToMe(r=r), {}, "val", False)
     for seed in seeds:
         for variant, settings in ((SINGLE, SINGLE.settings()), (WHOLE, schedules(plans))):
-            if not settings:  # no plans yet
+            if not settings or only not in (None, variant.name):  # no plans yet, or another process does it
                 continue
             learned, _ = lab.train(variant, lab.photos["all"], seed)
             for label, config in settings.items():
@@ -218,6 +218,7 @@ def main(
     part: Literal["ablation", "table", "tuned", "references", "effort", "page"],
     plans: Path | None = None,
     seeds: tuple[int, ...] = SEEDS,
+    only: Literal["single", "whole"] | None = None,
     bf16: bool = False,
     doc: Path = Path("docs/method.md"),
 ) -> None:
@@ -229,6 +230,7 @@ def main(
         part: What to do.
         plans: A folder with plans of `tntprune search`, named after their budgets, for the table.
         seeds: For the table; two processes can share them.
+        only: One half of the table, where two processes share it.
         bf16: Train, and judge the ablation, in half precision, which suits processors with instructions for it.
         doc: The page.
     """
@@ -241,7 +243,7 @@ def main(
     lab = Lab(data, out, bf16)
     parts = {
         "ablation": lambda: ablation(lab),
-        "table": lambda: table(lab, plans, seeds),
+        "table": lambda: table(lab, plans, seeds, only),
         "tuned": lambda: tuned(lab, plans),
         "references": lambda: references(lab, plans or out),
         "effort": lambda: effort(lab),

@@ -18,6 +18,7 @@ LEARNED = {  # what each of the learned numbers is good for
     "equal weights in means": {"weights": 0.0},
     "sizes count in full, as in ToMe": {"powers": 1.0},
     "unlike tokens are merged in full": {"fades": 0.0},
+    "means are not made longer": {"lifts": 0.0},
 }
 
 

@@ -118,13 +118,17 @@ def chosen(score, compared, size, count: int, relevance: float, crowding: float)
     return stay, into
 
 
-def folded(x: torch.Tensor, size, weight, stay: list[int], into: dict[int, int], share: dict[int, float]):
+def folded(
+    x: torch.Tensor, size, weight, stay: list[int], into: dict[int, int], share: dict[int, float], lift: float = 0.0
+):
     """Tokens (n, D) of one image with some merged into others, or a share of them: (k, D), and each one's patches."""
     tokens, sizes = [], []
     for keeper in stay:
         members = [keeper, *(i for i, target in into.items() if target == keeper)]
         patches = [float(size[i]) * share.get(i, 1.0) for i in members]
         weights = [float(weight[i]) * count for i, count in zip(members, patches)]
-        tokens.append(sum(w * x[i] for w, i in zip(weights, members)) / sum(weights))
+        mean = sum(w * x[i] for w, i in zip(weights, members)) / sum(weights)
+        long = sum(w * math.dist(x[i], [0.0] * len(x[i])) for w, i in zip(weights, members)) / sum(weights)
+        tokens.append(mean * (long / math.dist(mean, [0.0] * len(mean))) ** lift)
         sizes.append(sum(patches))
     return torch.stack(tokens), sizes

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ def sizes_of(tokens) -> torch.Tensor:
 
 any_case = given(n=st.integers(2, 20), seed=st.integers(0, 10_000), sized=st.booleans(), data=st.data())
 weights = st.sampled_from([0.0, 0.03, 0.1, 1.0])
+lifts = st.sampled_from([None, torch.tensor(0.0), torch.tensor(1.4)])
 
 
 @settings(max_examples=60, deadline=None)
@@ -39,7 +41,8 @@ def test_they_do_what_loops_say(n, seed, sized, data):
     tokens, score, weight = case(n, seed, sized)
     stay, go, target, likeness = choose(score, tokens.patches, tokens.size, count, relevance, crowding)
     share = (3 * (likeness - 1)).exp() if data.draw(st.booleans()) else None
-    out = fold(tokens, stay, go, target, weight, share)
+    lift = data.draw(st.sampled_from([None, 0.0, 1.0, 1.7]))
+    out = fold(tokens, stay, go, target, weight, share, None if lift is None else torch.tensor(lift))
     for b in range(2):
         size = sizes_of(tokens)[b]
         expected, into = chosen(score[b], tokens.x[b], size, count, relevance, crowding)
@@ -48,8 +51,8 @@ def test_they_do_what_loops_say(n, seed, sized, data):
         for i, one, cos in zip(go[b].tolist(), target[b].tolist(), likeness[b].tolist()):
             assert cos == pytest.approx(cosine(tokens.x[b, i], tokens.x[b, expected[one]]), abs=1e-5)
         shares = {} if share is None else dict(zip(go[b].tolist(), share[b].tolist()))
-        x, sizes = folded(tokens.x[b], size, weight[b], expected, into, shares)
-        torch.testing.assert_close(out.x[b], x, atol=1e-5, rtol=1e-5)
+        x, sizes = folded(tokens.x[b], size, weight[b], expected, into, shares, lift or 0.0)
+        torch.testing.assert_close(out.x[b], x, atol=1e-4, rtol=1e-4)
         assert out.size[b].tolist() == pytest.approx(sizes) and out.index[b].tolist() == expected
 
 
@@ -71,7 +74,7 @@ def test_what_must_always_hold(n, seed, sized, data):
         assert stay.shape == (2, count) and 0 <= target.min() and target.max() < count
         assert torch.equal(stay[:, 0], score.argmax(1))  # the best always stays, and comes first
         assert (score.gather(1, stay).diff(dim=1) <= 0).all()
-        before, now = now, fold(now, stay, go, target, weight)
+        before, now = now, fold(now, stay, go, target, weight, lift=data.draw(lifts))
         assert torch.equal(now.x[:, :prefix], first.x[:, :prefix])
         assert torch.equal(now.size.sum(1), sizes_of(first).sum(1))
         assert torch.equal(now.index, before.index.gather(1, stay))
@@ -127,6 +130,17 @@ def test_equal_weights_give_the_mean_of_the_patches_and_a_large_one_wins():
     torch.testing.assert_close(uneven.size, plain.size)  # a weight is no size
 
 
+def test_with_a_lift_of_one_a_mean_is_as_long_as_what_it_is_of():
+    tokens, _, _ = case(4, 0, sized=False)
+    stay, go = torch.tensor([[2, 0], [1, 3]]), torch.tensor([[1, 3], [0, 2]])
+    target = torch.tensor([[0, 0], [1, 0]])
+    plain = fold(tokens, stay, go, target, torch.ones(2, 4))
+    long = fold(tokens, stay, go, target, torch.ones(2, 4), lift=torch.tensor(1.0))
+    torch.testing.assert_close(long.x[0, 0].norm(), tokens.x[0, [1, 2, 3]].norm(dim=1).mean())
+    torch.testing.assert_close(F.normalize(long.x, dim=2), F.normalize(plain.x, dim=2))
+    assert (long.x.norm(dim=2) >= plain.x.norm(dim=2)).all() and torch.equal(long.x[0, 1], tokens.x[0, 0])
+
+
 def test_an_image_does_not_depend_on_its_batch():
     tokens, score, weight = case(17, 3, batch=5, prefix=1)
 
@@ -157,14 +171,17 @@ def test_gradients_reach_tokens_and_weights_and_are_right():
     x, weight = tokens.x.double().requires_grad_(), weight.double().requires_grad_()
     goal = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
-    def loss(x, weight):
-        return (fold(replace(tokens, x=x), *found[:3], weight).x * goal).sum()
+    lift = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
 
-    for grad, given_ in zip(torch.autograd.grad(loss(x, weight), (x, weight)), (x, weight)):
+    def loss(x, weight, lift):
+        return (fold(replace(tokens, x=x), *found[:3], weight, lift=lift).x * goal).sum()
+
+    learned = (x, weight, lift)
+    for grad, given_ in zip(torch.autograd.grad(loss(*learned), learned), learned):
         assert (grad[:, tokens.prefix :] if grad.ndim == 3 else grad).abs().sum() > 0
         step = torch.randn(given_.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
         with torch.no_grad():  # weights are fp32 inside, so a difference is taken over no small way
-            near = [loss(*(v + s * 1e-2 * step if v is given_ else v for v in (x, weight))) for s in (1, -1)]
+            near = [loss(*(v + s * 1e-2 * step if v is given_ else v for v in learned)) for s in (1, -1)]
         assert float((grad * step).sum()) == pytest.approx(float(near[0] - near[1]) / 2e-2, rel=1e-2)
 
 

@@ -51,7 +51,8 @@ def test_the_step_is_what_loops_say(metric, options):
         stay, into = chosen(scores, compared, size[b], 11, method.config.relevance, method.config.crowding)
         fade, kept = max(0.0, float(method.fades["2"])), list(into.items())
         share = {i: math.exp(fade * (cosine(compared[i], compared[j]) - 1)) for i, j in kept}
-        merged, sizes = folded(x, size[b], torch.exp(method.weights["2"] * scores), stay, into, share)
+        lift = float(method.lifts["2"])
+        merged, sizes = folded(x, size[b], torch.exp(method.weights["2"] * scores), stay, into, share, lift)
         assert out.index[b].tolist() == stay and out.size[b].tolist() == pytest.approx(sizes)
         torch.testing.assert_close(out.x[b, 2:], merged, atol=1e-5, rtol=1e-4)
 

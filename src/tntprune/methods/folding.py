@@ -63,6 +63,12 @@ def choose(
     return rank.gather(1, stay), rank.gather(1, go), target, likeness
 
 
+def length(x: torch.Tensor) -> torch.Tensor:
+    """Of tokens (B, n, D), in fp32: (B, n, 1)."""
+    found: torch.Tensor = torch.linalg.vector_norm(x.float(), dim=2, keepdim=True)
+    return found + 1e-6
+
+
 def fold(
     tokens: Tokens,
     keep: torch.Tensor,
@@ -70,10 +76,15 @@ def fold(
     target: torch.Tensor,
     weight: torch.Tensor,
     share: torch.Tensor | None = None,
+    lift: torch.Tensor | None = None,
 ) -> Tokens:
-    """Merge tokens into others, by their weighted mean; gradients reach the tokens, the weights and the shares.
+    """Merge tokens into others, by their weighted mean; gradients reach the tokens, the weights, shares and the lift.
 
     A one-hot matmul does it, as in `tokens.merge`, whose targets are the same in every image.
+
+    A mean is shorter than what it is of, the more so the less alike that is. `lift` makes up for it: the mean is made
+    longer by (mean of the lengths / length of the mean) ** lift. With 1 that keeps lengths, as ToFu's MLERP does (Kim
+    et al., "Token Fusion", WACV 2024).
 
     Args:
         tokens: n patch tokens.
@@ -83,6 +94,7 @@ def fold(
         weight: (B, n), above 0: what each counts for in the mean, beside the number of patches that it stands for.
         share: (B, r), above 0 and at most 1: how much of each that goes is merged, while the rest is dropped; None is
             all of it.
+        lift: A number; None is 0, the mean itself.
 
     Returns:
         k patch tokens.
@@ -97,7 +109,11 @@ def fold(
     total = own + extra.sum(2)  # (B, k)
     own, extra = (own / total).to(kept.x.dtype)[:, :, None], (extra / total[:, :, None]).to(kept.x.dtype)
     with torch.autocast(tokens.x.device.type, enabled=False):  # what takes nothing in comes out bit for bit
-        x = torch.baddbmm(kept.patches * own, extra, pick(tokens.patches, source))  # (B, k, D)
+        moved = pick(tokens.patches, source)  # (B, r, D)
+        x = torch.baddbmm(kept.patches * own, extra, moved)  # (B, k, D)
+        if lift is not None:
+            long = torch.baddbmm(length(kept.patches) * own.float(), extra.float(), length(moved))  # (B, k, 1)
+            x = (x * (long / length(x)).pow(lift)).to(x.dtype)
     carrier = tokens.source
     if carrier is not None:
         new = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)

@@ -90,6 +90,7 @@ class TrainingNoise(Method):
         if config.merges:
             self.weights = one_each(blocks, 0.4)  # of a score in means
             self.fades = one_each(blocks, 1.5)  # how fast tokens count less the less they are like what they go into
+            self.lifts = one_each(blocks, 1.4)  # how far means are made as long as what they are of
             self.powers = nn.Parameter(torch.full((layout.depth,), 0.6))  # of a size in each block's attention
         self.proportional = config.merges and config.proportional
 
@@ -196,7 +197,8 @@ class TrainingNoise(Method):
             score, compared, tokens.size, step.leaving, config.relevance, config.crowding
         )
         share = (self.fades[block].float().clamp(min=0) * (likeness - 1)).exp()
-        return fold(tokens, stay, go, target, (self.weights[block].float() * score).exp(), share)
+        weight = (self.weights[block].float() * score).exp()
+        return fold(tokens, stay, go, target, weight, share, self.lifts[block].float())
 
     def groups(self, count: int, device: torch.device) -> torch.Tensor:
         """The order (count,) whose first half is the group that loses tokens."""
@@ -214,7 +216,7 @@ class TrainingNoise(Method):
         if self.config.merges:
             layout = self.layout
             width = layout.embed_dim if self.config.metric == "x" else layout.attn_dim // layout.heads
-            return cost + step.entering**2 * width + (step.entering - step.leaving) * layout.embed_dim
+            return cost + step.entering**2 * width + 2 * step.entering * layout.embed_dim  # the means, and lengths
         if step.leaving < step.ranked:
             first, second = halves(torch.arange(step.ranked))
             cost += len(first) * len(second) * self.layout.embed_dim
