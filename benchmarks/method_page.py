@@ -33,7 +33,9 @@ def load(folder: Path, kept: Path) -> Figures:
     for path in folder.glob("*.json"):
         found = json.loads(path.read_text())
         if isinstance(found, dict):
-            found = {name: value for name, value in found.items() if name != "config"}
+            config = found.pop("config", None) or {}
+            if config.get("tokens"):
+                found["schedule"] = " ".join(f"{b}:{n}" for b, n in zip(config["at"], config["tokens"], strict=True))
         figures[path.stem] = found
     lines = (f"{json.dumps(name)}: {json.dumps(figures[name])}" for name in sorted(figures))
     make_folder(kept.parent)
@@ -53,6 +55,11 @@ def spread(values: Iterable[float], digits: int = 1) -> str:
     return f"{mean(found):.{digits}f} ± {stdev(found):.{digits}f}" if len(found) > 1 else f"{found[0]:.{digits}f}"
 
 
+def seeds(rows: list[dict[str, Any]]) -> str:
+    """Top-1 over training seeds, and how many there are."""
+    return f"{spread(row['top1'] for row in rows)} ({len(rows)})"
+
+
 def more(figures: Figures, label: str) -> str:
     """Top-1 with the norms fine-tuned."""
     found = figures.get(f"tuned-{label}")
@@ -60,17 +67,16 @@ def more(figures: Figures, label: str) -> str:
 
 
 def results(figures: Figures) -> str:
-    """Five seeds on photos that nothing was chosen on."""
-    base, seeds = figures["table-unpruned"], len(named(figures, "table single K=0.5"))
+    """On photos that nothing was chosen on."""
+    base = figures["table-unpruned"]
     lines = [
-        f"| setting | GMACs | TNT, {seeds} seeds | and norms tuned | ToMe | floor | goal |",
+        "| setting | GMACs | TNT (seeds) | and norms tuned | ToMe | floor | goal |",
         "|---|---:|---:|---:|---:|---:|---:|",
         f"| unpruned | {base['gmacs']:.3f} | {base['top1']:.1f} | | {base['top1']:.1f} | | |",
     ]
     for keep, (floor, goal) in GOALS.items():
         rows = named(figures, f"table single K={keep}")
-        top = spread(row["top1"] for row in rows)
-        told = f"{rows[0]['gmacs']:.3f} | {top} | {more(figures, f'K={keep}')}"
+        told = f"{rows[0]['gmacs']:.3f} | {seeds(rows)} | {more(figures, f'K={keep}')}"
         lines.append(f"| after block 3, K = {keep} | {told} | | {floor} | {goal} |")
     for budget in BUDGETS:
         tome, rows = figures[f"table-tome-{budget}"], named(figures, f"table whole {budget}")
@@ -78,11 +84,12 @@ def results(figures: Figures) -> str:
             continue
         floor = tome["top1"] + FLOORS[budget][0]
         lines.append(
-            f"| whole model, at most {budget} | {rows[0]['gmacs']:.3f} | {spread(r['top1'] for r in rows)} | "
-            f"{more(figures, budget)} | "
+            f"| whole model, at most {budget} | {rows[0]['gmacs']:.3f} | {seeds(rows)} | {more(figures, budget)} | "
             f"{tome['top1']:.1f} at {tome['gmacs']:.3f} | above {floor:.1f} | {FLOORS[budget][1]} |"
         )
-    return "\n".join(lines)
+    plans = {budget: named(figures, f"table whole {budget}") for budget in BUDGETS}
+    told = [f"`{budget}` {rows[0]['schedule']}" for budget, rows in plans.items() if rows]
+    return "\n".join([*lines, "", "Tokens left, block by block: " + "; ".join(told) + "."] if told else lines)
 
 
 def search(figures: Figures) -> str:
