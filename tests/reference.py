@@ -129,6 +129,6 @@ def folded(
         weights = [float(weight[i]) * count for i, count in zip(members, patches)]
         mean = sum(w * x[i] for w, i in zip(weights, members)) / sum(weights)
         long = sum(w * math.dist(x[i], [0.0] * len(x[i])) for w, i in zip(weights, members)) / sum(weights)
-        tokens.append(mean * (long / math.dist(mean, [0.0] * len(mean))) ** lift)
+        tokens.append(mean * min(4.0, (long / math.dist(mean, [0.0] * len(mean))) ** lift))
         sizes.append(sum(patches))
     return torch.stack(tokens), sizes

@@ -315,6 +315,11 @@ def test_other_weights_of_the_same_shape_are_noted_once_and_taken_all_the_same(s
     with pytest.warns(UserNote, match="made for other weights of such a model .patch_embed.proj.weight"):
         load_(model, saved)
     assert reduction_of(model).config == SAVED
+    for odd in ("", "[]", '{"norms": [1]}', '{"norms": {"patch_embed.proj.weight": "a", "nothing": 3.0}}'):
+        save_file(read_weights(saved), saved, metadata={**read_metadata(saved), "model": odd})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load_(model, saved)  # that says nothing of any weights
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_(twin_of(make("plain")), saved, at=2)

@@ -138,6 +138,10 @@ def test_with_a_lift_of_one_a_mean_is_as_long_as_what_it_is_of():
     long = fold(tokens, stay, go, target, torch.ones(2, 4), lift=torch.tensor(1.0))
     torch.testing.assert_close(long.x[0, 0].norm(), tokens.x[0, [1, 2, 3]].norm(dim=1).mean())
     torch.testing.assert_close(F.normalize(long.x, dim=2), F.normalize(plain.x, dim=2))
+    opposite = replace(tokens, x=torch.stack([tokens.x[0, 0], -tokens.x[0, 0]]).expand(2, -1, -1))
+    one, other, first = torch.tensor([[0]] * 2), torch.tensor([[1]] * 2), torch.tensor([[0]] * 2)
+    opposite = replace(opposite, index=opposite.index[:, :2], source=None)
+    assert fold(opposite, one, other, first, torch.ones(2, 2), lift=torch.tensor(2.0)).x.norm(dim=2).max() < 1
     assert (long.x.norm(dim=2) >= plain.x.norm(dim=2)).all() and torch.equal(long.x[0, 1], tokens.x[0, 0])
 
 

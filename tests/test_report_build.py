@@ -145,7 +145,8 @@ def test_a_mistake_is_one_line(tmp_path, capsys, lines, options, code, words):
     assert words in err and err.count("\n") == 1 and not (tmp_path / "r.html").exists()
 
 
-def test_token_maps_are_made_of_blocks_one_to_five(tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"noise_blocks": (1, 2, 3)}], ids=["one", "several"])
+def test_token_maps_are_made_of_the_blocks_that_were_trained_for(tmp_path, monkeypatch, options):
     import timm
 
     from tntprune import reduce_, save
@@ -153,7 +154,7 @@ def test_token_maps_are_made_of_blocks_one_to_five(tmp_path, monkeypatch):
     model = timm.create_model("test_vit", num_classes=7).eval()
     monkeypatch.setattr("tntprune.commands.report.load", lambda *_: timm.create_model("test_vit", num_classes=7).eval())
     monkeypatch.setattr("tntprune.commands.report.BLOCKS", (1, 2, 3))
-    save(reduce_(model, TNT(at=3, keep=0.5, noise_blocks=(1, 2, 3))), tmp_path / "run")
+    save(reduce_(model, TNT(at=3, keep=0.5, **options)), tmp_path / "run")
     for name in ("one.png", "two.png"):
         (tmp_path / name).write_bytes(png(80, 60, noise=True))
     path = write_rows(tmp_path / "r.jsonl", sweep())

@@ -308,7 +308,7 @@ def test_when_the_time_is_up_the_best_so_far_is_given():
     assert "the paper's [3, 4, 5]: cannot meet this" in found.notes
 
 
-def test_ctrl_c_verifies_what_is_best_so_far(monkeypatch, capsys):
+def test_ctrl_c_verifies_what_is_best_so_far(monkeypatch):
     begun = Scout.told
 
     def told(self, best):
@@ -319,7 +319,6 @@ def test_ctrl_c_verifies_what_is_best_so_far(monkeypatch, capsys):
     monkeypatch.setattr(Scout, "told", told)
     found = small_search(make("plain"), macs=0.4)
     assert not found.complete and found.chosen.macs <= 0.4 * found.whole and "it was interrupted" in str(found)
-    assert capsys.readouterr().err.count("Ctrl-C again stops at once") == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -94,7 +94,7 @@ def test_capacity_drawn_lies_between_a_tenth_and_nine_tenths_and_varies():
     assert 0.1 <= drawn.min() < 0.2 and 0.8 < drawn.max() <= 0.9
 
 
-@pytest.mark.parametrize("noise_blocks", [None, 3, (1, 4), (0, 5)])  # None: the paper's
+@pytest.mark.parametrize("noise_blocks", [None, 3, (1, 4), (0, 5)])  # None: those of recipes that drop
 @pytest.mark.parametrize("kind", ["plain", "registers", "no_cls"])
 def test_noise_is_added_after_the_noisy_blocks_only_and_nothing_is_dropped(kind, noise_blocks):
     model = make(kind)

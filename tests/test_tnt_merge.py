@@ -51,7 +51,7 @@ def test_the_step_is_what_loops_say(metric, options):
         stay, into = chosen(scores, compared, size[b], 11, method.config.relevance, method.config.crowding)
         fade, kept = max(0.0, float(method.fades["2"])), list(into.items())
         share = {i: math.exp(fade * (cosine(compared[i], compared[j]) - 1)) for i, j in kept}
-        lift = float(method.lifts["2"])
+        lift = max(0.0, float(method.lifts["2"]))
         merged, sizes = folded(x, size[b], torch.exp(method.weights["2"] * scores), stay, into, share, lift)
         assert out.index[b].tolist() == stay and out.size[b].tolist() == pytest.approx(sizes)
         torch.testing.assert_close(out.x[b, 2:], merged, atol=1e-5, rtol=1e-4)
@@ -115,6 +115,8 @@ def test_a_share_of_the_batches_is_rehearsed():
         drawn = [is_rehearsed(plan) for plan in plans(method)]
         assert sum(drawn) / len(drawn) == pytest.approx(share, abs=0.07)
     assert TNT(at=2).resolved.rehearsal == 0.4 and TNT(at=(2, 3)).resolved.rehearsal == 0.8
+    for recipe in ("relative", "paper"):
+        assert TNT(at=(2, 3), recipe=recipe, how="merge").resolved.rehearsal == 0
     for config in (TNT(at=2, recipe="relative"), TNT(at=2, how="drop"), TNT(at=2, similar=3)):
         method = reduction_of(reduce_(make("plain"), config)).train()
         assert not any(is_rehearsed(plan) for plan in plans(method, 50))
@@ -200,7 +202,8 @@ def test_behind_the_last_attention_nothing_reads_patches_so_that_there_is_no_noi
         return [place.block for place in plan if place.inside]
 
     assert noisy("plain", (4, 5, 6)) == [4, 5]
-    assert noisy("plain", (6,)) == [6]  # it is all that there is
+    with pytest.raises(UsageError, match="at=6: nothing reads patch tokens behind the last block's attention"):
+        noisy("plain", (6,))
     assert noisy("no_cls", (4, 5, 6)) == noisy("map_pool", (4, 5, 6)) == [4, 5, 6]
 
 

@@ -150,7 +150,7 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
         raise UserError(f"{path}: does not fit its own configuration ({odd[0]}); expected what tntprune.save writes")
     tuned = _weights(source, path, model) if about.get("weights") else None
     if tuned is None:
-        warn_of_others(path, base_of(model), _parse(path, about.get("model", "{}")).get("norms", {}))
+        warn_of_others(path, base_of(model), about.get("model", ""))
     own: Any = reduction_of(reduce_(model, config, *more))
     inherit(own.parts[0] if more and not isinstance(config, Combination) else own, tensors)
     if tuned is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from tntprune.errors import UserNote
@@ -23,7 +25,8 @@ def identity(model: nn.Module) -> dict[str, Any]:
         model: Reduced or not.
 
     Returns:
-        `architecture`, `tag` and `hub` (empty where there is none), and `norms` by the names of the parameters.
+        `architecture`, `tag` and `hub` (empty where there is none), and `norms` by the names of the parameters; none of
+        a shape without weights.
     """
     about = getattr(model, "pretrained_cfg", None) or {}
     skipped = ("reduction", "head", "pos_embed", "classifier")
@@ -38,8 +41,12 @@ def identity(model: nn.Module) -> dict[str, Any]:
         "architecture": str(about.get("architecture") or ""),
         "tag": str(about.get("tag") or ""),
         "hub": str(about.get("hf_hub_id") or ""),
-        "norms": {name: round(matrices[name].detach().float().norm().item(), 6) for name in dict.fromkeys(chosen)},
+        "norms": {name: _norm(matrices[name]) for name in dict.fromkeys(chosen) if not matrices[name].is_meta},
     }
+
+
+def _norm(matrix: torch.Tensor) -> float:
+    return round(float(matrix.detach().float().norm()), 6)
 
 
 def full_name(identity: dict[str, Any]) -> str:
@@ -61,13 +68,24 @@ def difference(model: nn.Module, norms: dict[str, float]) -> str | None:
     return None
 
 
-def warn_of_others(path: Path, model: nn.Module, norms: dict[str, float]) -> None:
+def warn_of_others(path: Path, model: nn.Module, recorded: str) -> None:
     """Warn if what is in a file was made for other weights than those of a model of the same shape.
+
+    Args:
+        path: Of the file.
+        model: Not reduced.
+        recorded: Its `identity` as JSON. What cannot be read, or is of parameters that the model has not, says nothing.
 
     Warns:
         UserNote: it was.
     """
-    if told := difference(model, norms):
+    try:
+        norms = json.loads(recorded)["norms"].items()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return
+    own = {name for name, _ in model.named_parameters()}
+    common = {name: norm for name, norm in norms if name in own and isinstance(norm, int | float)}
+    if told := difference(model, common):
         warnings.warn(
             f"{path}: was made for other weights of such a model ({told}), and may not suit these; expected those that "
             "it was made with, or another training",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -138,16 +139,16 @@ def missing_in(learned: Iterable[str], wanted: Iterable[str]) -> str | None:
     missing = next((name for name in sorted(wanted) if name not in known), None)
     if missing is None:
         return None
-    part = _block(missing)
-    others = sorted({found for name in known if (found := _block(name)) is not None})
-    if part is None or part in others or not others:
-        return f"has nothing for {missing}"
-    return f"has nothing for block {part}; expected those that it was trained for: {', '.join(map(str, others))}"
+    part, others = blocks_of([missing]), blocks_of(known)
+    if not part or not others or part[0] in others:
+        return f"has nothing for {missing}; expected what this version's tntprune.save writes"
+    return f"has nothing for block {part[0]}; expected those that it was trained for: {', '.join(map(str, others))}"
 
 
-def _block(name: str) -> int | None:
-    """The block that something learned is for, if it is for one."""
-    return next((int(word) for word in name.split(".") if word.isdigit()), None)
+def blocks_of(learned: Iterable[str]) -> list[int]:
+    """The blocks that something was learned for, by names such as scorers.6.layers.0.weight."""
+    numbers = (re.match(r"(?:parts\.\d+\.)?\w+\.(\d+)", name) for name in learned)
+    return sorted({int(found[1]) for found in numbers if found})
 
 
 def inherit(method: Method, learned: dict[str, torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ def macs(
     img_size: ImgSize = None,
     json: Json = False,
 ) -> int:
-    """Multiply-accumulates of a model, block by block, in closed form. Needs no weights and runs nothing."""
+    """Multiply-accumulates of a model, block by block, in closed form. Runs nothing, and needs no weights."""
     from dataclasses import asdict
 
     from tntprune.counting import macs as count

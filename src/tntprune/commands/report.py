@@ -44,7 +44,7 @@ def report(
         title: Of the page.
         maps: Pictures of token maps to show, made by `tntprune show`; a file's name is its caption.
         photos: Photos to make token maps of, with --model and --reducer: half the tokens dropped after each of the
-            blocks 1 to 5, each on its own, as in the paper's figure.
+            blocks 1 to 5 that it was trained for, each on its own, as in the paper's figure.
         model: Of the token maps.
         reducer: Of the token maps: a folder made by train, a Hub id, or pretrained.
     """
@@ -104,10 +104,14 @@ def _bytes(path: Path) -> bytes:
 
 def _maps(model: str, weights: Path | None, reducer: str, photos: tuple[Path, ...], device: str) -> tuple[str, bytes]:
     """The paper's figure of token maps: its caption and a PNG."""
-    from tntprune.checkpoint import load_
+    from tntprune.checkpoint import load_, read
     from tntprune.draw import photo_maps, sheet
+    from tntprune.reduce import blocks_of
 
-    built = load_(load(model, weights, device), reducer, at=BLOCKS, keep=KEEP)
+    host = load(model, weights, device)
+    learned = blocks_of(read(reducer, host)[1])
+    blocks = tuple(block for block in BLOCKS if block in learned) or tuple(learned) or BLOCKS
+    built = load_(host, reducer, at=blocks, keep=KEEP)
     maps = photo_maps(built, photos, each=True)
     caption = (
         f"{model} with {reducer}: what stays (clear) and what is dropped (veiled) of each photo where half of the "

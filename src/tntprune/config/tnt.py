@@ -22,7 +22,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "merge": {
         "noise_at": "one", "capacity": "drawn", "noise_scale": "image", "stream_norm": False, "beta": 0.5,
-        "score_norm": True, "objective": "kl", "how": "merge", "rehearsal": 0.4,  # but 0.8 with several locations
+        "score_norm": True, "objective": "kl", "how": "merge", "rehearsal": 0.4,  # twice as much with several locations
     },
 }  # fmt: skip
 
@@ -166,8 +166,8 @@ class TNT(Config):
         gaps = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
         if not self.merges:
             gaps["rehearsal"] = 0.0  # nothing is learned from dropping
-        elif self.rehearsal is None and len(self.locations) > 1:
-            gaps["rehearsal"] = 0.8  # which is for all of them, where noise is for one at a time
+        elif "rehearsal" in gaps and len(self.locations) > 1:
+            gaps["rehearsal"] *= 2  # it is for all of them, where noise is for one at a time
         return replace(self, **{**gaps, "how": self.what, "similar_at": self.similar_when})
 
     def noisy(self, depth: int) -> tuple[int, ...]:

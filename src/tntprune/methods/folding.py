@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from tntprune.tokens import Tokens, follow, pick, take
 
+LONGEST = 4.0  # times its length that a mean becomes at most: opposite tokens have a mean near 0
 NEAREST = 1e-4  # distances below it are alike: fp32 tells them from rounding errors no more
 
 
@@ -66,7 +67,7 @@ def choose(
 def length(x: torch.Tensor) -> torch.Tensor:
     """Of tokens (B, n, D), in fp32: (B, n, 1)."""
     found: torch.Tensor = torch.linalg.vector_norm(x.float(), dim=2, keepdim=True)
-    return found + 1e-6
+    return found + 1e-6  # not 0, to divide by
 
 
 def fold(
@@ -83,8 +84,8 @@ def fold(
     A one-hot matmul does it, as in `tokens.merge`, whose targets are the same in every image.
 
     A mean is shorter than what it is of, the more so the less alike that is. `lift` makes up for it: the mean is made
-    longer by (mean of the lengths / length of the mean) ** lift. With 1 that keeps lengths, as ToFu's MLERP does (Kim
-    et al., "Token Fusion", WACV 2024).
+    longer by (mean of the lengths / length of the mean) ** lift, and at most by `LONGEST`. With 1 that keeps lengths,
+    as ToFu's MLERP does (Kim et al., "Token Fusion", WACV 2024).
 
     Args:
         tokens: n patch tokens.
@@ -94,7 +95,7 @@ def fold(
         weight: (B, n), above 0: what each counts for in the mean, beside the number of patches that it stands for.
         share: (B, r), above 0 and at most 1: how much of each that goes is merged, while the rest is dropped; None is
             all of it.
-        lift: A number; None is 0, the mean itself.
+        lift: A number, 0 or larger; None is 0, the mean itself.
 
     Returns:
         k patch tokens.
@@ -113,7 +114,7 @@ def fold(
         x = torch.baddbmm(kept.patches * own, extra, moved)  # (B, k, D)
         if lift is not None:
             long = torch.baddbmm(length(kept.patches) * own.float(), extra.float(), length(moved))  # (B, k, 1)
-            x = (x * (long / length(x)).pow(lift)).to(x.dtype)
+            x = (x * (long / length(x)).pow(lift).clamp(max=LONGEST)).to(x.dtype)
     carrier = tokens.source
     if carrier is not None:
         new = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)

@@ -102,8 +102,13 @@ class TrainingNoise(Method):
         if not self.training:
             return super().plan(patches)
         noisy = [Place(int(block), self.config.inside) for block in self.scorers]
-        if self.layout.pool == "token" and len(noisy) > 1:  # nothing reads patches behind the last block's attention
+        if self.layout.pool == "token":  # nothing reads patches behind the last block's attention
             noisy = [place for place in noisy if place.block < self.layout.depth]
+        if not noisy:
+            raise UsageError(
+                f"at={self.layout.depth}: nothing reads patch tokens behind the last block's attention, so nothing is "
+                "learned there; expected an earlier block among the locations, or among noise_blocks"
+            )
         assert self.options.rehearsal is not None  # the recipe has filled it in
         if self.options.noise_at == "all" and not self.options.rehearsal:
             return {place: Step(place, patches, patches, patches) for place in noisy}
@@ -198,7 +203,7 @@ class TrainingNoise(Method):
         )
         share = (self.fades[block].float().clamp(min=0) * (likeness - 1)).exp()
         weight = (self.weights[block].float() * score).exp()
-        return fold(tokens, stay, go, target, weight, share, self.lifts[block].float())
+        return fold(tokens, stay, go, target, weight, share, self.lifts[block].float().clamp(min=0))
 
     def groups(self, count: int, device: torch.device) -> torch.Tensor:
         """The order (count,) whose first half is the group that loses tokens."""

@@ -26,7 +26,7 @@ class Found:
         proxy: See `points.proxy_error`.
         photos: Searched on, and held out.
         seconds: That it took, training and measuring included.
-        complete: Whether it came to its end before the clock did.
+        complete: Whether it came to its end before the clock or an interruption did.
         notes: Lines for a person.
         curve: Time against tokens, where the budget was of time.
     """

@@ -108,7 +108,7 @@ class Job:
             raise UserError(
                 f"no schedule of {self.space.template.method} was found that loses at most {self.wanted.value:g} "
                 f"points; the best lost {best.lost:.2f} at {said(best.cost, False)}: expected a larger --drop, or more "
-                "--photos"
+                f"{'time' if self.scout.clock.rang else '--photos'}"
             )
         chosen = min(good, key=lambda one: one.cost)
         named = Point(**{**vars(chosen), "name": "chosen"})

@@ -58,7 +58,8 @@ def search(
 ) -> Found:
     """Find where a method should remove tokens, and how many, so that the model keeps the most within a budget.
 
-    The same seed gives the same plan, unless the clock ended the search. The first Ctrl-C ends it as the clock does.
+    The same seed gives the same plan, unless the clock ended the search. While schedules are tried, the first Ctrl-C or
+    SIGTERM ends it as the clock does.
 
     Args:
         model: In eval mode; it is not changed. What its reduction has learned is used.

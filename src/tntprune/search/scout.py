@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from tqdm import tqdm
 
 from tntprune.config import Config
 from tntprune.search.judge import NOTHING, Answers, Judge
@@ -43,12 +40,10 @@ class Clock:
 
     def __init__(self, seconds: float) -> None:
         self.end, self.rang = time.monotonic() + seconds, False
-        self.stops: list[int] = []  # an entry for each Ctrl-C; see `interrupts`
+        self.stops: list[int] = []  # an entry at the first Ctrl-C or SIGTERM; see `interrupts`
 
     def over(self, reserve: float = 0.0) -> bool:
-        """Whether the time is up, but for what is kept in reserve, in seconds; it is noted if it is."""
-        if self.stops and not self.rang:
-            tqdm.write("interrupted: verifying the best so far; Ctrl-C again stops at once", file=sys.stderr)
+        """Whether the time is up, but for what is kept in reserve, in seconds, or was cut short; it is noted if so."""
         self.rang = self.rang or bool(self.stops) or time.monotonic() > self.end - reserve
         return self.rang
 
@@ -104,7 +99,9 @@ class Scout:
         return other if other is not None and other.cost <= limit else schedule
 
     def hurry(self) -> bool:
-        """Whether there is no time for more."""
+        """Whether there is no time for more, or somebody does not want to wait."""
+        if self.clock.stops:
+            self.bar.set_description_str("interrupted: verifying the best so far (Ctrl-C again stops at once)")
         return self.clock.over(self.pace * self.after)
 
     def ask(self, tried: Tried, upto: int | None = None, rival: Answers | None = None) -> None:
