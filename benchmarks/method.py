@@ -108,6 +108,11 @@ class Lab:
             train_run(model, source, training, out, resume=out.exists())
         return out, float(read_log(out)[-1]["seconds"])
 
+    def keep(self, name: str, found: Any) -> None:
+        """Write a figure to a file of its name."""
+        make_folder(self.out / "figures")
+        write(self.out / "figures" / f"{name}.json".replace(" ", "-"), json.dumps(found).encode())
+
     def judge(
         self, name: str, config: Config | None, learned: Learned, photos: str, half: bool, run: Path | None = None
     ) -> dict[str, Any]:
@@ -145,8 +150,7 @@ class Lab:
             "gmacs": macs(model).macs / 1e9, "photos": count, "config": asked,
             "stamp": stamp(),
         }  # fmt: skip
-        make_folder(file.parent)
-        write(file, json.dumps(found).encode())
+        self.keep(name, found)
         print(
             f"{name:48} {found['gmacs']:.3f} GMACs  top-1 {found['top1']:.2f}  divergence {found['kl']:.4f}", flush=True
         )
@@ -178,9 +182,11 @@ def table(lab: Lab, plans: Path | None, seeds: tuple[int, ...], only: str | None
         for variant, settings in ((SINGLE, SINGLE.settings()), (WHOLE, schedules(plans))):
             if not settings or only not in (None, variant.name):  # no plans yet, or another process does it
                 continue
-            learned, _ = lab.train(variant, lab.photos["all"], seed)
+            learned, seconds = lab.train(variant, lab.photos["all"], seed)
             for label, config in settings.items():
                 lab.judge(f"table {variant.name} {label} {seed}", config, learned, "val", False)
+            if not seed:  # for what it takes
+                lab.keep(f"seconds-{variant.name}-1000", seconds)
 
 
 def references(lab: Lab, plans: Path) -> None:
@@ -199,7 +205,7 @@ def tuned(lab: Lab, plans: Path | None) -> None:
         for label, config in sorted(settings.items()):
             run, seconds = lab.tune(label, config, learned)
             lab.judge(f"tuned {label}", config, learned, "val", False, run)
-            write(lab.out / "figures" / f"seconds-tuned-{label}.json", json.dumps(seconds).encode())
+            lab.keep(f"seconds-tuned-{label}", seconds)
 
 
 def effort(lab: Lab) -> None:
@@ -208,8 +214,7 @@ def effort(lab: Lab) -> None:
         learned, seconds = lab.train(variant, lab.photos["all"][:photos], 0)
         for label, config in SINGLE.settings().items():
             lab.judge(f"effort {variant.name} {photos} {label}", config, learned, "val", False)
-        name = f"seconds-{variant.name}-{photos}.json".replace(" ", "-")
-        write(lab.out / "figures" / name, json.dumps(seconds).encode())
+        lab.keep(f"seconds-{variant.name}-{photos}", seconds)
 
 
 def main(

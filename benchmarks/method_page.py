@@ -108,6 +108,8 @@ def search(figures: Figures) -> str:
 
 def ablation(figures: Figures) -> str:
     """One option changed at a time, on the half of the calibration photos that nothing was learned from."""
+    if "ablation-unpruned" not in figures:
+        return "Not measured yet."
     base = figures["ablation-unpruned"]
     lines = [f"Unpruned: {base['top1']:.1f} of {base['photos']} photos.", ""]
     for title, labels in (("after block 3", ("K=0.5", "K=0.25")), ("everywhere", ("everywhere",))):
@@ -130,12 +132,21 @@ def effort(figures: Figures) -> str:
     if not any(name.startswith("effort") for name in figures):
         return "Not measured yet."
     lines = ["| photos | epochs | seconds | K = 0.5 | K = 0.35 | K = 0.25 |", "|---:|---:|---:|---:|---:|---:|"]
-    for variant, photos in efforts():
-        rows = [figures.get(f"effort-{variant.name}-{photos}-K={keep}".replace(" ", "-")) for keep in GOALS]
-        seconds: Any = figures.get(f"seconds-{variant.name}-{photos}".replace(" ", "-"))
-        if all(rows):
+    found = [
+        (
+            photos,
+            variant.training["epochs"],
+            f"effort-{variant.name}-{photos}-K={{}}",
+            f"seconds-{variant.name}-{photos}",
+        )
+        for variant, photos in efforts()
+    ]
+    for photos, epochs, name, time in [*found, (1000, 5, "table-single-K={}-0", "seconds-single-1000")]:
+        rows = [figures.get(name.format(keep).replace(" ", "-")) for keep in GOALS]
+        seconds: Any = figures.get(time.replace(" ", "-"))
+        if all(rows) and seconds is not None:
             top = " | ".join(f"{row['top1']:.1f}" for row in rows if row is not None)
-            lines.append(f"| {photos} | {variant.training['epochs']} | {seconds:.0f} | {top} |")
+            lines.append(f"| {photos} | {epochs} | {seconds:.0f} | {top} |")
     return "\n".join(lines)
 
 
