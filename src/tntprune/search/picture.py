@@ -12,6 +12,7 @@ from tntprune.search.points import Point
 from tntprune.storage import write
 
 MARKS = "s^D"  # of the references
+NARROWEST = 0.2  # the least that is shown of the cost, as a share of it
 
 
 def draw_front(path: Path, found: Found, title: str) -> None:
@@ -59,6 +60,10 @@ def _panel(axis: Any, found: Found, height: Callable[[Point], float]) -> None:
         axis.plot(*at([point]), MARKS[place % len(MARKS)], label=point.name, **look)
     star = {"color": COLOURS[0], "markersize": 15, "markeredgecolor": "white", "zorder": 4}
     axis.plot(*at([found.chosen]), "*", label="chosen", **star)
+    least, most = axis.get_xlim()
+    widen = max(0.0, NARROWEST * most - (most - least)) / 2  # or all marks would be digits behind the same start
+    axis.set_xlim(least - widen, most + widen)
+    axis.locator_params(axis="x", nbins=5)
     axis.set_xlabel("ms a batch" if found.budget.timed else "GMACs an image" if unit == 1e9 else "MMACs an image")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="0.93")
