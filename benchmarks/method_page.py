@@ -14,6 +14,7 @@ from tntprune.storage import make_folder, write
 
 Figures = dict[str, dict[str, Any]]
 BUDGETS = ("0.924", "0.731", "0.622", "0.510")
+NOTHING = "Not measured yet."
 STARTS = {
     "results": ("table", "tuned"), "search": ("reference", "table-whole"), "ablation": ("ablation",),
     "effort": ("effort",),
@@ -96,7 +97,7 @@ def search(figures: Figures) -> str:
     """The plans against schedules that need no search, with the scorers of the first seed."""
     names = {"the-papers-[3-4-5]": "the paper's [3, 4, 5]", "uniform-rates": "uniform rates"}
     if not any(name.startswith("reference") for name in figures):
-        return "Not measured yet."
+        return NOTHING
     lines = ["| GMACs at most | the plan | " + " | ".join(names.values()) + " |", "|---:|" + "---:|" * (1 + len(names))]
     for budget in BUDGETS:
         rows = [figures.get(f"table-whole-{budget}-0"), *(figures.get(f"reference-{name}-{budget}") for name in names)]
@@ -109,7 +110,7 @@ def search(figures: Figures) -> str:
 def ablation(figures: Figures) -> str:
     """One option changed at a time, on the half of the calibration photos that nothing was learned from."""
     if "ablation-unpruned" not in figures:
-        return "Not measured yet."
+        return NOTHING
     base = figures["ablation-unpruned"]
     lines = [f"Unpruned: {base['top1']:.1f} of {base['photos']} photos.", ""]
     for title, labels in (("after block 3", ("K=0.5", "K=0.25")), ("everywhere", ("everywhere",))):
@@ -130,7 +131,7 @@ def ablation(figures: Figures) -> str:
 def effort(figures: Figures) -> str:
     """Accuracy against photos and time, one training each."""
     if not any(name.startswith("effort") for name in figures):
-        return "Not measured yet."
+        return NOTHING
     lines = ["| photos | epochs | seconds | K = 0.5 | K = 0.35 | K = 0.25 |", "|---:|---:|---:|---:|---:|---:|"]
     found = [
         (
@@ -158,10 +159,11 @@ def write_page(folder: Path, doc: Path) -> None:
         doc: The page, with a pair of marks for each part. The figures are kept in a folder of its name.
     """
     figures, text = load(folder, doc.with_suffix("") / "figures.json"), doc.read_text()
-    for name, part in {"results": results, "search": search, "ablation": ablation, "effort": effort}.items():
+    for name, table in {"results": results, "search": search, "ablation": ablation, "effort": effort}.items():
         before, rest = text.split(f"<!-- {name} -->")
         after = rest.split(f"<!-- /{name} -->")[1]
         stamps = {one["stamp"] for key, one in figures.items() if key.startswith(STARTS[name]) and "stamp" in one}
-        where = f"\n\n{'; '.join(sorted(stamps))}." if stamps else ""
-        text = f"{before}<!-- {name} -->\n{part(figures)}{where}\n<!-- /{name} -->{after}"
+        part = table(figures)
+        where = f"\n\n{'; '.join(sorted(stamps))}." if stamps and part != NOTHING else ""
+        text = f"{before}<!-- {name} -->\n{part}{where}\n<!-- /{name} -->{after}"
     write(doc, text.encode())
