@@ -221,7 +221,7 @@ class TrainingNoise(Method):
         if self.config.merges:
             layout = self.layout
             width = layout.embed_dim if self.config.metric == "x" else layout.attn_dim // layout.heads
-            return cost + step.entering**2 * width + 2 * step.entering * layout.embed_dim  # the means, and lengths
+            return cost + step.entering**2 * width + (step.entering - step.leaving) * layout.embed_dim
         if step.leaving < step.ranked:
             first, second = halves(torch.arange(step.ranked))
             cost += len(first) * len(second) * self.layout.embed_dim
