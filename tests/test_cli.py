@@ -258,10 +258,10 @@ def test_evaluation_of_what_was_trained(call, digits, trained):
     assert code == 0 and pruned["tokens"] == [64, 64, 16, 16, 16, 16] and pruned["images"] == COUNT
     assert pruned["base"]["top1"] == whole["top1"] and pruned["base"]["macs"] == whole["macs"] > pruned["macs"]
     assert list(pruned) == [*whole, "base", "speedup"]
-    fewer = json.loads(
-        call("eval", "digits_vit", *options, "--reducer", trained, "--at", 1, "--tokens", 2, "--json")[1]
-    )
-    assert fewer["tokens"] == [64, 2, 2, 2, 2, 2] and fewer["agreement"] < pruned["agreement"]
+    fewer = json.loads(call("eval", "digits_vit", *options, "--reducer", trained, "--tokens", 2, "--json")[1])
+    assert fewer["tokens"] == [64, 64, 2, 2, 2, 2] and fewer["agreement"] < pruned["agreement"]
+    code, out, err = call("eval", "digits_vit", *options, "--reducer", trained, "--at", 1)
+    assert code == 1 and not out and "has nothing for block 1; expected those that it was trained for: 2" in err
 
 
 def test_evaluation_as_text(call, digits, trained):
