@@ -305,7 +305,7 @@ def test_a_folder_here_comes_before_the_hub(saved, tmp_path, monkeypatch):
     assert reduction_of(load_(make("plain"), "someone/something")).config == SAVED
 
 
-def test_other_weights_of_the_same_shape_are_noted_once_and_taken_all_the_same(saved):
+def test_other_weights_of_the_same_shape_are_noted_and_taken_all_the_same(saved):
     model = make("plain")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

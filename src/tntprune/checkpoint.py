@@ -162,7 +162,8 @@ def _weights(source: str | Path, path: Path, model: nn.Module) -> dict[str, torc
     """The model's own weights that go with a reduction."""
     file = weights_of(path)
     if not Path(source).exists():
-        file = download(str(source).partition("@")[0], WEIGHTS, _commit(path))
+        # the same commit, or the two would not fit: the cache has a folder for each
+        file = download(str(source).partition("@")[0], WEIGHTS, path.parent.name)
     elif file is None or not file.is_file():
         raise UserError(f"{path}: goes with weights that were trained with it, and {file} is gone; put it back there")
     tensors = read_weights(file)
@@ -244,8 +245,3 @@ def _locate(source: str | Path, model: nn.Module | None, revision: str | None) -
             f"{source}: no such folder or file, and not a Hub id; expected a folder written by tntprune.save"
         )
     return download(str(source), FILE, revision)
-
-
-def _commit(path: Path) -> str:
-    """The commit that a downloaded file is of: the cache has a folder for each, so that two files are of the same."""
-    return path.parent.name

@@ -62,7 +62,7 @@ def difference(model: nn.Module, norms: dict[str, float]) -> str | None:
     for name, expected in norms.items():
         if name not in own:
             return f"it has no {name}"
-        norm = own[name].detach().float().norm().item()
+        norm = _norm(own[name])
         if not abs(norm - expected) <= TOLERANCE * expected:  # NaN differs as well
             return f"{name} has a norm of {norm:.2f}, not {expected:.2f}"
     return None

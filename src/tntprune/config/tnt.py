@@ -173,7 +173,7 @@ class TNT(Config):
     def noisy(self, depth: int) -> tuple[int, ...]:
         """Blocks with a scorer, in a model with so many: `noise_blocks`, decided where it was left open."""
         if self.noise_blocks is not None:
-            return self.noise_blocks  # type: ignore[return-value]
+            return as_tuple(self.noise_blocks)
         if self.recipe == "merge":
             return self.locations
         last = min(max(5, *self.locations), depth - (not self.inside))
