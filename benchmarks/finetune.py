@@ -133,7 +133,7 @@ def main(
     settings: tuple[str, ...] = SETTINGS,
     kinds: tuple[str, ...] = KINDS,
     rates: tuple[float, ...] = (),
-    epochs: int = Training.epochs,
+    epochs: int = 3,
     amp: str = "auto",
     doc: Path = Path("docs/finetune.md"),
 ) -> None:

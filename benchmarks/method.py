@@ -8,7 +8,7 @@ python benchmarks/method.py --data ../shared/data --out runs/method --part page
 
 "ablation" trains on one half of the 1,000 calibration photos and judges by the other: that is what the defaults were
 chosen by. "table" trains on all of them with five seeds and judges by imagenet-val-1300, where nothing was chosen.
-"references" judges schedules that need no search at the same budgets.
+"references" judges schedules that need no search at the same budgets, and plans of other methods, as tome-510.json.
 "tuned" fine-tunes the norms under each of its settings, from the scorers of the first seed. "effort" trains on fewer
 photos and for fewer steps. Every training and every figure has a file of its own, so that each part goes on where it
 stopped, and parts can run at the same time. "page" puts what is there into the page.
@@ -75,7 +75,7 @@ class Lab:
     def train(self, variant: Variant, photos: list[Photo], seed: int) -> tuple[Learned, float]:
         """What a training learns, and its seconds; one that has ended is not repeated."""
         out = self.out / f"{variant.like or variant.name}-{len(photos)}-{seed}".replace(" ", "-")
-        training = Training(**{"seed": seed, "amp": "bf16" if self.half else "none", "epochs": 5, **variant.training})
+        training = Training(**{"seed": seed, "amp": "bf16" if self.half else "none", **variant.training})
         if not ended(out):
             reduce_(self.model, variant.config)
             images = transform_for(self.model, LIGHT if variant.augmented else None)
@@ -99,7 +99,7 @@ class Lab:
     def tune(self, label: str, config: Config, learned: Learned) -> tuple[Path, float]:
         """The norms fine-tuned under a reduction: the run, and its seconds."""
         out = self.out / f"tuned-{label}"
-        training = Training(unfreeze="norms", amp="bf16" if self.half else "none")
+        training = Training(unfreeze="norms", amp="bf16" if self.half else "none", epochs=3)
         model = load_model(MODEL, self.data / f"{MODEL}.safetensors")
         inherit(reduction_of(reduce_(model, config)), learned)
         if not ended(out):
@@ -157,10 +157,12 @@ class Lab:
         return found
 
 
-def ablation(lab: Lab) -> None:
+def ablation(lab: Lab, named: tuple[str, ...]) -> None:
     """One option changed at a time: learn on one half of the calibration photos, judge by the other."""
     lab.judge("ablation unpruned", None, {}, "judge", lab.half)
     for variant in sorted(variants(), key=lambda variant: variant.name in LATER):
+        if named and variant.name not in named:
+            continue
         for seed in SEEDS[: 2 if (variant.like or variant.name) in ("default", "whole") else 1]:
             found, _ = lab.train(variant, lab.photos["learn"], seed)
             learned = {
@@ -190,17 +192,24 @@ def table(lab: Lab, plans: Path | None, seeds: tuple[int, ...], only: str | None
 
 
 def references(lab: Lab, plans: Path) -> None:
-    """What needs no search, at the budgets of the plans, with the scorers of the first seed."""
+    """What needs no search, at the budgets of the plans, and plans of methods that learn nothing."""
     learned, _ = lab.train(WHOLE, lab.photos["all"], 0)
-    for path in sorted(plans.glob("tnt-*.json")):
-        for one in read_plan(path).predicted["references"]:
-            name = f"reference {one['name']} 0.{path.stem[4:]}".replace("'", "").replace(",", "")
-            lab.judge(name, from_dict(one["config"]), learned, "val", False)
+    for path in sorted(plans.glob("*-*.json")):
+        method, budget = path.stem.split("-")
+        plan = read_plan(path)
+        configs = {one["name"]: from_dict(one["config"]) for one in plan.predicted["references"]}
+        if not plan.config.must_train:  # or it is in the table
+            configs["plan"] = plan.config
+        for name, config in configs.items():
+            label = f"reference {method} {name} 0.{budget}".replace("'", "").replace(",", "")
+            lab.judge(label, config, learned if config.must_train else {}, "val", False)
 
 
-def tuned(lab: Lab, plans: Path | None) -> None:
+def tuned(lab: Lab, plans: Path | None, only: str | None) -> None:
     """The settings of the table with the norms fine-tuned under each."""
     for variant, settings in ((SINGLE, SINGLE.settings()), (WHOLE, schedules(plans))):
+        if only not in (None, variant.name):
+            continue
         learned, _ = lab.train(variant, lab.photos["all"], 0)
         for label, config in sorted(settings.items()):
             run, seconds = lab.tune(label, config, learned)
@@ -224,6 +233,7 @@ def main(
     plans: Path | None = None,
     seeds: tuple[int, ...] = SEEDS,
     only: Literal["single", "whole"] | None = None,
+    named: tuple[str, ...] = (),
     bf16: bool = False,
     doc: Path = Path("docs/method.md"),
 ) -> None:
@@ -233,9 +243,10 @@ def main(
         data: The folder with the weights, calibration-1000 and imagenet-val-1300.
         out: For all that is kept.
         part: What to do.
-        plans: A folder with plans of `tntprune search`, named after their budgets, for the table.
+        plans: A folder with plans of `tntprune search`, named after their methods and budgets, such as tnt-731.json.
         seeds: For the table; two processes can share them.
         only: One half of the table, where two processes share it.
+        named: Rows of the ablation, where two processes share it; none given are all.
         bf16: Train, and judge the ablation, in half precision, which suits processors with instructions for it.
         doc: The page.
     """
@@ -247,9 +258,9 @@ def main(
         return
     lab = Lab(data, out, bf16)
     parts = {
-        "ablation": lambda: ablation(lab),
+        "ablation": lambda: ablation(lab, named),
         "table": lambda: table(lab, plans, seeds, only),
-        "tuned": lambda: tuned(lab, plans),
+        "tuned": lambda: tuned(lab, plans, only),
         "references": lambda: references(lab, plans or out),
         "effort": lambda: effort(lab),
     }

@@ -9,8 +9,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from method_plans import efforts, variants
+from method_plans import SINGLE, efforts, variants
 from tntprune.storage import make_folder, write
+from tntprune.training import Training
 
 Figures = dict[str, dict[str, Any]]
 BUDGETS = ("0.924", "0.731", "0.622", "0.510")
@@ -98,12 +99,18 @@ def search(figures: Figures) -> str:
     names = {"the-papers-[3-4-5]": "the paper's [3, 4, 5]", "uniform-rates": "uniform rates"}
     if not any(name.startswith("reference") for name in figures):
         return NOTHING
-    lines = ["| GMACs at most | the plan | " + " | ".join(names.values()) + " |", "|---:|" + "---:|" * (1 + len(names))]
-    for budget in BUDGETS:
-        rows = [figures.get(f"table-whole-{budget}-0"), *(figures.get(f"reference-{name}-{budget}") for name in names)]
-        if rows[0] is not None:
-            told = [f"{row['top1']:.1f} ({row['kl']:.3f})" if row else "" for row in rows]
-            lines.append(f"| {budget} | {' | '.join(told)} |")
+    lines = [
+        "| | GMACs at most | the plan | " + " | ".join(names.values()) + " |",
+        "|---|---:|---:|" + "---:|" * len(names),
+    ]
+    for method, title in {"tnt": "TNT", "tome": "ToMe"}.items():
+        for budget in BUDGETS:
+            rows = [figures.get(f"reference-{method}-{name}-{budget}") for name in ("plan", *names)]
+            if method == "tnt":
+                rows[0] = figures.get(f"table-whole-{budget}-0")
+            if rows[0] is not None:
+                told = [f"{row['top1']:.1f} ({row['kl']:.3f})" if row else "" for row in rows]
+                lines.append(f"| {title} | {budget} | {' | '.join(told)} |")
     return "\n".join(lines)
 
 
@@ -129,25 +136,22 @@ def ablation(figures: Figures) -> str:
 
 
 def effort(figures: Figures) -> str:
-    """Accuracy against photos and time, one training each."""
+    """Accuracy against photos and steps, one training each."""
     if not any(name.startswith("effort") for name in figures):
         return NOTHING
-    lines = ["| photos | epochs | seconds | K = 0.5 | K = 0.35 | K = 0.25 |", "|---:|---:|---:|---:|---:|---:|"]
-    found = [
-        (
-            photos,
-            variant.training["epochs"],
-            f"effort-{variant.name}-{photos}-K={{}}",
-            f"seconds-{variant.name}-{photos}",
-        )
-        for variant, photos in efforts()
+    lines = [
+        "| photos | epochs | steps | seconds | K = 0.5 | K = 0.35 | K = 0.25 |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for photos, epochs, name, time in [*found, (1000, 5, "table-single-K={}-0", "seconds-single-1000")]:
+    found = [(photos, variant, f"effort {variant.name} {photos} K={{}}") for variant, photos in efforts()]
+    for photos, variant, name in [(1000, SINGLE, "table single K={} 0"), *found]:
         rows = [figures.get(name.format(keep).replace(" ", "-")) for keep in GOALS]
-        seconds: Any = figures.get(time.replace(" ", "-"))
+        seconds: Any = figures.get(f"seconds-{variant.name}-{photos}".replace(" ", "-"))
         if all(rows) and seconds is not None:
+            each = photos // 16
+            epochs = Training(**variant.training).passes(each)
             top = " | ".join(f"{row['top1']:.1f}" for row in rows if row is not None)
-            lines.append(f"| {photos} | {epochs} | {seconds:.0f} | {top} |")
+            lines.append(f"| {photos} | {epochs} | {epochs * each} | {seconds:.0f} | {top} |")
     return "\n".join(lines)
 
 

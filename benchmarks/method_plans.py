@@ -24,7 +24,7 @@ LEARNED = {  # what each of the learned numbers is good for
 
 LATER = {  # variants that are trained last, where time is short
     "the image's mean with noise of its spread", "capacity of half", "MLP scorer", "whole, tokens compared",
-    "whole, rehearsal 0.0", "whole, noise after all blocks at once",
+    "whole, rehearsal 0.0", "whole, noise after all blocks at once", "whole, 310 steps", "310 steps",
 }  # fmt: skip
 
 
@@ -70,14 +70,12 @@ WHOLE = Variant("whole", EVERYWHERE)
 
 def variants() -> Iterator[Variant]:
     """The default, and one option changed at a time."""
-    epochs = 3
-    one = {"training": {"epochs": epochs}}
     single, whole = TNT(at=3, keep=0.5), EVERYWHERE
 
     def changed(name: str, **options: Any) -> Variant:
-        return Variant(name, single.changed(**options), **one)
+        return Variant(name, single.changed(**options))
 
-    yield Variant("default", single, **one)
+    yield Variant("default", single)
     yield changed("dropping", recipe="relative")
     yield changed("noise added in units of the token", noise_scale="rms", beta=1.0)
     yield changed("the image's mean without noise", beta=0.0)
@@ -92,38 +90,41 @@ def variants() -> Iterator[Variant]:
         "sizes do not count": {"proportional": False}, "no relevance": {"relevance": 0.0},
         "relevance 0.25": {"relevance": 0.25}, "relevance 1": {"relevance": 1.0},
     }.items():  # fmt: skip
-        yield Variant(name, single, **one, changes=changes, like="default")
-    yield Variant("dropping, with what merging learned", single, **one, changes={"how": "drop"}, like="default")
+        yield Variant(name, single, changes=changes, like="default")
+    yield Variant("dropping, with what merging learned", single, changes={"how": "drop"}, like="default")
     for name, learned in LEARNED.items():
-        yield Variant(name, single, **one, like="default", learned=learned)
-    yield Variant("no augmentation", single, **one, augmented=False)
-    yield Variant("learning rate 0.003", single, {"epochs": epochs, "lr": 0.003})
-    yield Variant("learning rate 0.03", single, {"epochs": epochs, "lr": 0.03})
-    yield Variant("whole", whole, **one)
+        yield Variant(name, single, like="default", learned=learned)
+    yield Variant("no augmentation", single, augmented=False)
+    for rate in (0.003, 0.03):
+        yield Variant(f"learning rate {rate}", single, {"lr": rate})
+    for epochs in (2, 3, 6, 10):
+        yield Variant(f"{31 * epochs} steps", single, {"epochs": epochs})
+    yield Variant("whole", whole)
     for name, changes in {
         "whole, no relevance": {"relevance": 0.0}, "whole, relevance 1": {"relevance": 1.0},
         "whole, no crowding": {"crowding": 0.0}, "whole, crowding 0.5": {"crowding": 0.5},
         "whole, sizes do not count": {"proportional": False},
     }.items():  # fmt: skip
-        yield Variant(name, whole, **one, changes=changes, like="whole")
+        yield Variant(name, whole, changes=changes, like="whole")
     for name, learned in LEARNED.items():
-        yield Variant(f"whole, {name}", whole, **one, like="whole", learned=learned)
-    yield Variant("whole, tokens compared", whole.changed(metric="x"), **one)
+        yield Variant(f"whole, {name}", whole, like="whole", learned=learned)
+    yield Variant("whole, tokens compared", whole.changed(metric="x"))
     for share in (0.0, 0.4):
-        yield Variant(f"whole, rehearsal {share}", whole.changed(rehearsal=share), **one)
-    yield Variant("whole, noise after all blocks at once", whole.changed(noise_at="all"), **one)
+        yield Variant(f"whole, rehearsal {share}", whole.changed(rehearsal=share))
+    yield Variant("whole, 310 steps", whole, {"epochs": 10})
+    yield Variant("whole, noise after all blocks at once", whole.changed(noise_at="all"))
 
 
 def efforts() -> Iterator[tuple[Variant, int]]:
-    """Fewer photos with as many steps, and fewer steps; the table has all photos and all steps."""
-    for epochs in (3, 2, 1):
+    """Other numbers of steps, and fewer photos with as many; the table has all photos and the default's steps."""
+    for epochs in (1, 3, 5):
         yield replace(SINGLE, name=f"epochs {epochs}", training={"epochs": epochs}), 1000
     for photos in (50, 200, 500):
-        yield replace(SINGLE, name="photos", training={"epochs": 5 * 1000 // photos}), photos
+        yield replace(SINGLE, name="photos"), photos
 
 
 def schedules(plans: Path | None) -> dict[str, Config]:
-    """What the plans of benchmarks/search.py say, by their budgets: files such as tnt-731.json."""
+    """What TNT's plans say, by their budgets: files such as tnt-731.json."""
     if plans is None:
         return {}
     return {f"0.{path.stem[4:]}": read(path)[0] for path in sorted(plans.glob("tnt-*.json"))}

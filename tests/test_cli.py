@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tntprune.cli import COMMANDS, main
 from tntprune.config import METHODS, TNT, options
 from tntprune.digits import scans, scatter
 from tntprune.digits_vit import WEIGHTS
+from tntprune.errors import UserNote
 from tntprune.reduce import reduce_
 from tntprune.storage import read_metadata, read_weights
 
@@ -607,3 +609,16 @@ def test_who_interrupts_what_can_go_on_is_told_so(command, told, monkeypatch, ca
     assert main([command, "model"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("tntprune: interrupted") and ("the same command goes on" in said) == told
+
+
+def test_notes_are_lines_and_other_warnings_stay_what_they_are(monkeypatch, capsys):
+    def noted(given):
+        warnings.warn("other weights", UserNote, stacklevel=1)
+        warnings.warn("something else", RuntimeWarning, stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(cli, "_run", noted)
+    with pytest.warns(RuntimeWarning, match="something else") as others:
+        assert main(["eval", "model"]) == 0
+    assert capsys.readouterr().err == "tntprune: note: other weights\n"
+    assert [one.category for one in others] == [RuntimeWarning]

@@ -43,6 +43,7 @@ def test_commands_that_need_no_weights_run(command, capsys):
 @pytest.mark.slow
 def test_the_commands_that_need_photos_run_in_order(data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tntprune.training.STEPS", 2)
     photos = sorted((data / "calibration-1000" / "images").glob("*/*.jpg"))[:12]
     for photo in photos:
         target = tmp_path / "PHOTOS" / photo.parent.name
@@ -53,7 +54,7 @@ def test_the_commands_that_need_photos_run_in_order(data, tmp_path, monkeypatch,
     weights = ["--weights", str(data / "vit_tiny_patch16_224.safetensors")]
     for command in COMMANDS:
         words = [word.replace("PHOTO...", "PHOTO.jpg") for word in shlex.split(command)[1:] if word != "--resume"]
-        short = {"train": ["--epochs", "1"], "bench": ["--rounds", "3"], "push": ["--card-only", "--keep", "0.5"]}
+        short = {"train": ["--epochs", "1"], "bench": ["--rounds", "3", "--dtypes", "fp32"], "push": ["--card-only", "--keep", "0.5"]}
         short["sweep"] = ["--rounds", "3"]
         short["search"] = ["--photos", "8", "--moves", "2"]
         if words[0] in ("train", "search", "eval", "show", "bench", "export", "push", "sweep"):
@@ -68,6 +69,7 @@ def test_the_commands_that_need_photos_run_in_order(data, tmp_path, monkeypatch,
 @pytest.mark.slow
 def test_the_python_in_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tntprune.training.STEPS", 2)
     for name in ("a", "b"):
         (tmp_path / "photos").mkdir(exist_ok=True)
         Image.effect_noise((240, 240), 80).convert("RGB").save(tmp_path / "photos" / f"{name}.jpg")

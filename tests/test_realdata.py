@@ -38,7 +38,7 @@ def test_a_short_training_beats_random_drop_on_photos_it_has_not_seen(data, reci
     photos = labelled_photos(data / "calibration-1000" / "images", model)
     order = torch.randperm(len(photos), generator=torch.Generator().manual_seed(0)).tolist()
     train, held_out = [photos[i] for i in order[:600]], [photos[i] for i in order[600:840]]
-    training = Training(epochs=1, batch_size=16, amp="bf16")
+    training = Training(epochs=1, batch_size=16)
     reduce_(model, TNT(at=3, keep=0.25, noise_blocks=3, recipe=recipe))
     fit(model, PhotoSource(Photos(train, transform_for(model, LIGHT)), 16, 0, 1, True), training, progress=False)
     learned = reduction_of(model).state_dict()

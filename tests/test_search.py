@@ -308,7 +308,8 @@ def test_when_the_time_is_up_the_best_so_far_is_given():
     assert "the paper's [3, 4, 5]: cannot meet this" in found.notes
 
 
-def test_ctrl_c_verifies_what_is_best_so_far(monkeypatch):
+@pytest.mark.parametrize("budget", [{"macs": 0.4}, {"macs": None, "drop": 40.0}])
+def test_ctrl_c_verifies_what_is_best_so_far(monkeypatch, budget):
     begun = Scout.told
 
     def told(self, best):
@@ -317,8 +318,9 @@ def test_ctrl_c_verifies_what_is_best_so_far(monkeypatch):
         begun(self, best)
 
     monkeypatch.setattr(Scout, "told", told)
-    found = small_search(make("plain"), macs=0.4)
-    assert not found.complete and found.chosen.macs <= 0.4 * found.whole and "it was interrupted" in str(found)
+    found = small_search(make("plain"), **budget)
+    assert not found.complete and "it was interrupted" in str(found)
+    assert found.chosen.lost <= 40.0 if "drop" in budget else found.chosen.macs <= 0.4 * found.whole
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -124,6 +124,15 @@ def test_in_training_only_scorers_get_gradients():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_without_epochs_few_photos_come_again_until_there_are_enough_steps(monkeypatch):
+    monkeypatch.setattr("tntprune.training.STEPS", 7)
+    model, steps = reduced(), []
+    source = TensorSource(images_for(model), None, 2, 0)
+    assert source.per_epoch == 3
+    fit(model, source, Training(batch_size=2), after=lambda step, *_: steps.append(step), progress=False)
+    assert steps == list(range(1, 10))
+
+
 def test_where_one_block_is_noisy_its_scorer_alone_gets_gradients():
     model = reduced(noise_at="one", noise_blocks=(2, 4), at=2)
     learning = []

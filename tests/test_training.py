@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tntprune import ATS, TNT, AViT, DynamicViT, EViT, Random, UsageError
 from tntprune.augment import AUTHORS, LIGHT
 from tntprune.recipes import Recipe, changed, published, scratch, short
-from tntprune.training import MAX_PARTS, MAX_SEED, Training
+from tntprune.training import MAX_PARTS, MAX_SEED, STEPS, Training
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,13 @@ def test_what_was_left_open_is_decided():
     training = Training(amp="auto")
     assert training.on(torch.device("cpu")).amp in ("none", "bf16") and training.parts is None
     assert training.among(4).parts == 4 and replace(training, parts=8).among(4).parts == 8
+
+
+@given(st.integers(1, 10_000))
+def test_few_photos_come_as_often_as_many_steps_need(steps):
+    passes = Training().passes(steps)
+    assert passes * steps >= STEPS > (passes - 1) * steps
+    assert Training(epochs=7).passes(steps) == 7
 
 
 # Recipes

@@ -85,6 +85,7 @@ def train_run(
         UserError: something cannot be read or written.
     """
     check_whole("save_every", save_every, 1)
+    training = replace(training, epochs=training.passes(source.per_epoch))
     told = {"training": asdict(training), **(about or {})}
     if not backbone:
         told["reduction"] = to_dict(reduction_of(model).config)
@@ -131,7 +132,7 @@ class _Run:
     ) -> None:
         self.model, self.source, self.training, self.out, self.world = model, source, training, out, world
         self.options, self.validate, self.backbone = options, validate, backbone
-        self.total = training.epochs * source.per_epoch
+        self.total = training.passes(source.per_epoch) * source.per_epoch
         self.trainer = Trainer(model, training, self.total, world)
         self.notes: dict[str, Any] = {}
 

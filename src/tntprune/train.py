@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,7 +54,8 @@ def fit(
     Raises:
         UserError: the loss is not finite.
     """
-    total = training.epochs * source.per_epoch
+    total = training.passes(source.per_epoch) * source.per_epoch
+    training = replace(training, epochs=training.passes(source.per_epoch))
     devices = [device_of(model)] if device_of(model).type == "cuda" else []
     with (
         learning(model, training.backbone_lr > 0, training.unfreeze),

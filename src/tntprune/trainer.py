@@ -142,7 +142,8 @@ class Trainer:
         """
         self.schedule.step_update(number)
         self.method.trained = number / self.total
-        thawed = number * self.training.epochs >= self.training.freeze_epochs * self.total
+        epochs, frozen = self.training.epochs, self.training.freeze_epochs
+        thawed = epochs is None or number * epochs >= frozen * self.total
         for parameter in self.learned.values():
             parameter.requires_grad_(thawed or parameter in self.own)
         self.optimizer.zero_grad()

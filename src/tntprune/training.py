@@ -13,6 +13,7 @@ from tntprune.errors import UsageError
 RATES = {"all": 3e-5, "head": 1e-3, "norms": 1e-3, "lowrank": 1e-3}  # of what is unfrozen, if no other is given
 RATE = 0.01  # of what the method learns
 RANK = 8
+STEPS = 120  # that a training makes at least, if no number of epochs is given
 MAX_SEED = 2**32 - 1  # times a million and the step's number it is still below 2**53
 MAX_PARTS = 512  # and with a part's number above that, it fits torch's 64 bits
 
@@ -34,7 +35,7 @@ class Training:
     """How to train. AdamW with linear warm-up and a cosine, step by step, all timm's.
 
     Args:
-        epochs: Passes over the data.
+        epochs: Passes over the data. None: as many as make `STEPS` steps, however few or many photos there are.
         batch_size: Images a step, over all processes.
         parts: Equal parts that a step's batch is worked through in, one after another or by several processes at the
             same time, with the same result. None: as many as there are processes. More parts need less memory; what is
@@ -63,7 +64,7 @@ class Training:
             is "bf16" where the device has instructions for it (AMX, or a CUDA device that says so).
     """
 
-    epochs: int = 5
+    epochs: int | None = None
     batch_size: int = 16
     parts: int | None = None
     lr: float | None = None
@@ -84,7 +85,8 @@ class Training:
     amp: Literal["auto", "none", "bf16", "fp16"] = "auto"
 
     def __post_init__(self) -> None:
-        check_whole("epochs", self.epochs, 1)
+        if self.epochs is not None:
+            check_whole("epochs", self.epochs, 1)
         check_whole("batch_size", self.batch_size, 1)
         if self.parts is not None:
             check_whole("parts", self.parts, 1, MAX_PARTS)
@@ -92,7 +94,7 @@ class Training:
                 raise UsageError(f"parts={self.parts}: batch_size={self.batch_size} is no multiple of it")
         check_whole("seed", self.seed, 0, MAX_SEED)
         check_whole("freeze_epochs", self.freeze_epochs, 0)
-        if self.freeze_epochs >= self.epochs:
+        if self.epochs is not None and self.freeze_epochs >= self.epochs:
             raise UsageError(f"freeze_epochs={self.freeze_epochs}: expected fewer than the {self.epochs} epochs")
         optional = ("lr", "warmup_lr", "min_lr", "clip")
         for name in ("backbone_lr", "weight_decay", "warmup", "label_smoothing", "ema", "drop_path", *optional):
@@ -160,6 +162,10 @@ class Training:
         if parts % processes:
             raise UsageError(f"parts={parts}: expected a multiple of the {processes} processes that train together")
         return replace(self, parts=parts)
+
+    def passes(self, steps: int) -> int:
+        """How many epochs, over data that takes so many steps each time."""
+        return -(-STEPS // steps) if self.epochs is None else self.epochs
 
     def seed_of(self, step: int, part: int) -> int:
         """What one part of one step draws from, whoever works it through."""

@@ -84,8 +84,8 @@ def fold(
     A one-hot matmul does it, as in `tokens.merge`, whose targets are the same in every image.
 
     A mean is shorter than what it is of, the more so the less alike that is. `lift` makes up for it: the mean is made
-    longer by (mean of the lengths / length of the mean) ** lift, and at most by `LONGEST`. With 1 that keeps lengths,
-    as ToFu's MLERP does (Kim et al., "Token Fusion", WACV 2024).
+    longer by (mean of the lengths / length of the mean) ** lift, and at most by `LONGEST`. With 1 it is as long as they
+    are, on the mean; that norms should be kept is from ToFu's MLERP (Kim et al., "Token Fusion", WACV 2024, abstract).
 
     Args:
         tokens: n patch tokens.

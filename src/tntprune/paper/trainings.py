@@ -43,6 +43,7 @@ def tasks(plan: Plan, kind: RecipeName) -> list[Task]:
     found = []
     for model, name in plan.trainings:
         training = recipe(name, kind).training
+        assert training.epochs is not None  # every recipe says how many
         found.append(Task(model, name, training.epochs, training.backbone_lr > 0))
     return found
 
