@@ -16,10 +16,6 @@ from tntprune.training import Training
 Figures = dict[str, dict[str, Any]]
 BUDGETS = ("0.924", "0.731", "0.622", "0.510")
 NOTHING = "Not measured yet."
-STARTS = {
-    "results": ("table", "tuned"), "search": ("reference", "table-whole"), "ablation": ("ablation",),
-    "effort": ("effort",),
-}  # fmt: skip
 GOALS = {"0.5": (80.0, 81.2), "0.35": (75.5, 79.0), "0.25": (70.0, 76.0)}
 FLOORS = {"0.924": (0.0, 82.4), "0.731": (0.0, 81.9), "0.622": (0.0, 81.2), "0.510": (5.0, 78.5)}  # above ToMe
 
@@ -155,6 +151,12 @@ def effort(figures: Figures) -> str:
     return "\n".join(lines)
 
 
+PARTS = {  # of the page, by the names of their marks: what writes them, and from which figures
+    "results": (results, ("table", "tuned")), "search": (search, ("reference", "table-whole")),
+    "ablation": (ablation, ("ablation",)), "effort": (effort, ("effort",)),
+}  # fmt: skip
+
+
 def write_page(folder: Path, doc: Path) -> None:
     """Put what is there between the page's marks.
 
@@ -163,10 +165,10 @@ def write_page(folder: Path, doc: Path) -> None:
         doc: The page, with a pair of marks for each part. The figures are kept in a folder of its name.
     """
     figures, text = load(folder, doc.with_suffix("") / "figures.json"), doc.read_text()
-    for name, table in {"results": results, "search": search, "ablation": ablation, "effort": effort}.items():
+    for name, (table, starts) in PARTS.items():
         before, rest = text.split(f"<!-- {name} -->")
         after = rest.split(f"<!-- /{name} -->")[1]
-        stamps = {one["stamp"] for key, one in figures.items() if key.startswith(STARTS[name]) and "stamp" in one}
+        stamps = {one["stamp"] for key, one in figures.items() if key.startswith(starts) and "stamp" in one}
         part = table(figures)
         where = f"\n\n{'; '.join(sorted(stamps))}." if stamps and part != NOTHING else ""
         text = f"{before}<!-- {name} -->\n{part}{where}\n<!-- /{name} -->{after}"
