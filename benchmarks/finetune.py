@@ -69,7 +69,7 @@ class Bench:
         """Train TNT's scorers, unless they are there."""
         out = Path(self.scorers)
         if self.scorers == str(self.out / "scorers") and not ended(out):
-            recipe = Recipe(TNT(at=3), Training(amp=self.options.get("amp", "auto")))
+            recipe = Recipe(TNT(at=3), Training(epochs=5, amp=self.options.get("amp", "auto")))
             train_folder(reduce_(self.model(), recipe.config), self.learn, out, recipe, resume=out.exists())
 
     def reduced(self, setting: str) -> nn.Module:

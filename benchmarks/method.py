@@ -2,12 +2,16 @@
 
 python benchmarks/method.py --data ../shared/data --out runs/method --part ablation
 python benchmarks/method.py --data ../shared/data --out runs/method --part table --plans runs/search
+python benchmarks/method.py --data ../shared/data --out runs/method --part references --plans runs/search
 python benchmarks/method.py --data ../shared/data --out runs/method --part tuned --plans runs/search
 python benchmarks/method.py --data ../shared/data --out runs/method --part effort
 python benchmarks/method.py --data ../shared/data --out runs/method --part page
 
 "ablation" trains on one half of the 1,000 calibration photos and judges by the other: that is what the defaults were
 chosen by. "table" trains on all of them with five seeds and judges by imagenet-val-1300, where nothing was chosen.
+Plans are searched before, with the scorers that --part table --only whole --seeds 0 trains:
+tntprune search MODEL ... --reducer runs/method/whole-1000-0 --macs 0.731e9 --out runs/search/tnt-731.json
+tntprune search MODEL ... --method tome --macs 0.731e9 --out runs/search/tome-731.json
 "references" judges schedules that need no search at the same budgets, and plans of other methods, as tome-510.json.
 "tuned" fine-tunes the norms under each of its settings, from the scorers of the first seed. "effort" trains on fewer
 photos and for fewer steps. Every training and every figure has a file of its own, so that each part goes on where it
@@ -71,7 +75,7 @@ def table(lab: Lab, plans: Path | None, seeds: tuple[int, ...], only: str | None
 def references(lab: Lab, plans: Path) -> None:
     """What needs no search, at the budgets of the plans, and plans of methods that learn nothing."""
     learned, _ = lab.train(WHOLE, lab.photos["all"], 0)
-    for path in sorted(plans.glob("*-*.json")):
+    for path in sorted([*plans.glob("tnt-*.json"), *plans.glob("tome-*.json")]):
         method, budget = path.stem.split("-")
         plan = read_plan(path)
         configs = {one["name"]: from_dict(one["config"]) for one in plan.predicted["references"]}

@@ -92,7 +92,11 @@ def results(figures: Figures) -> str:
 
 def search(figures: Figures) -> str:
     """The plans against schedules that need no search, with the scorers of the first seed."""
-    names = {"the-papers-[3-4-5]": "the paper's [3, 4, 5]", "uniform-rates": "uniform rates"}
+    names = {
+        "the-papers-[3-4-5]": "the paper's [3, 4, 5]",
+        "uniform-rates": "uniform rates",
+        "uniform-counts": "uniform counts",
+    }
     if not any(name.startswith("reference") for name in figures):
         return NOTHING
     lines = [
@@ -101,9 +105,8 @@ def search(figures: Figures) -> str:
     ]
     for method, title in {"tnt": "TNT", "tome": "ToMe"}.items():
         for budget in BUDGETS:
-            rows = [figures.get(f"reference-{method}-{name}-{budget}") for name in ("plan", *names)]
-            if method == "tnt":
-                rows[0] = figures.get(f"table-whole-{budget}-0")
+            plan = f"table-whole-{budget}-0" if method == "tnt" else f"reference-{method}-plan-{budget}"
+            rows = [figures.get(key) for key in (plan, *(f"reference-{method}-{name}-{budget}" for name in names))]
             if rows[0] is not None:
                 told = [f"{row['top1']:.1f} ({row['kl']:.3f})" if row else "" for row in rows]
                 lines.append(f"| {title} | {budget} | {' | '.join(told)} |")
@@ -140,20 +143,23 @@ def effort(figures: Figures) -> str:
         "|---:|---:|---:|---:|---:|---:|---:|",
     ]
     found = [(photos, variant, f"effort {variant.name} {photos} K={{}}") for variant, photos in efforts()]
-    for photos, variant, name in [(1000, SINGLE, "table single K={} 0"), *found]:
+    found.append((1000, SINGLE, "table single K={} 0"))
+    told = []
+    for photos, variant, name in found:
         rows = [figures.get(name.format(keep).replace(" ", "-")) for keep in GOALS]
         seconds: Any = figures.get(f"seconds-{variant.name}-{photos}".replace(" ", "-"))
         if all(rows) and seconds is not None:
-            each = photos // 16
+            each = photos // Training().batch_size
             epochs = Training(**variant.training).passes(each)
             top = " | ".join(f"{row['top1']:.1f}" for row in rows if row is not None)
-            lines.append(f"| {photos} | {epochs} | {epochs * each} | {seconds:.0f} | {top} |")
+            told.append((photos, epochs, f"| {photos} | {epochs} | {epochs * each} | {seconds:.0f} | {top} |"))
+    lines += [line for _, _, line in sorted(told)]
     return "\n".join(lines)
 
 
 PARTS = {  # of the page, by the names of their marks: what writes them, and from which figures
     "results": (results, ("table", "tuned")), "search": (search, ("reference", "table-whole")),
-    "ablation": (ablation, ("ablation",)), "effort": (effort, ("effort",)),
+    "ablation": (ablation, ("ablation",)), "effort": (effort, ("effort", "table-single")),
 }  # fmt: skip
 
 

@@ -59,8 +59,8 @@ BATCH, SPEED_BATCHES = 32, 3
 # photos, keep .5, it gave 69 % (3 epochs), leaving it out 81 % (2 epochs), and random drop 77 %.
 DYNAMIC = ["--method", "dynamicvit", "--lr", "1e-2", "--token-weight", "0"]
 TRAININGS: dict[str, list[str]] = {  # options of `tntprune train`; chosen on a split of the calibration photos
-    "tnt": ["--method", "tnt", "--recipe", "relative"],
-    "tnt-paper": ["--method", "tnt", "--recipe", "paper"],
+    "tnt": ["--method", "tnt", "--recipe", "relative", "--epochs", "5"],
+    "tnt-paper": ["--method", "tnt", "--recipe", "paper", "--epochs", "5"],
     "dynamicvit": [*DYNAMIC, "--epochs", "2"],
     "dynamicvit-tuned": [*DYNAMIC, "--epochs", "2", "--backbone-lr", "1e-5", "--freeze-epochs", "1"],
     "evit-tuned": ["--method", "evit", "--backbone-lr", "2e-5", "--epochs", "3"],

@@ -28,6 +28,7 @@ class Auto:
 
 def test_the_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tntprune.training.STEPS", 5)
     dino = {**DINO, "num_hidden_layers": 12}
     names = {
         "tntprune": tntprune, "images": torch.randn(2, 3, 32, 32), "words": WORDS,

@@ -183,6 +183,16 @@ def test_whatever_is_trained_resumes(tmp_path, config, training):
     assert_same(tmp_path / "run", tmp_path / "straight")
 
 
+def test_epochs_that_were_not_given_are_those_it_began_with(tmp_path, straight, monkeypatch):
+    open_ = replace(TRAINING, epochs=None)
+    monkeypatch.setattr("tntprune.training.STEPS", STEPS)
+    with pytest.raises(Stopped):
+        run(tmp_path, signalled(7), training=open_)
+    monkeypatch.setattr("tntprune.training.STEPS", 3 * STEPS)  # as in a later version
+    run(tmp_path, resume=True, training=open_)
+    assert_same(tmp_path, straight)
+
+
 def test_a_signal_in_the_last_step_comes_too_late(tmp_path, straight):
     run(tmp_path, signalled(STEPS))
     assert_same(tmp_path, straight)

@@ -290,7 +290,8 @@ def test_the_photos_that_verify_are_not_those_that_were_searched_on():
     assert found.chosen.searched["kl"] != found.chosen.held_out["kl"]
 
 
-def test_a_method_that_learns_is_trained_first_or_brings_what_it_learned():
+def test_a_method_that_learns_is_trained_first_or_brings_what_it_learned(monkeypatch):
+    monkeypatch.setattr("tntprune.training.STEPS", 5)
     model = make("plain")
     found = small_search(model, method=TNT(), macs=0.7)
     assert found.plan.learned

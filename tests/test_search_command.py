@@ -40,7 +40,9 @@ def plan(digits, tmp_path_factory):
     """A plan of TNT, which is trained on the way."""
     out = tmp_path_factory.mktemp("plans") / "new" / "plan.json"
     given = ["--data", str(digits), "--macs", "0.6", "--moves", "2", "--workers", "0", "--out", str(out)]
-    assert main(["search", "digits_vit", *given]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tntprune.training.STEPS", 10)
+        assert main(["search", "digits_vit", *given]) == 0
     return out
 
 

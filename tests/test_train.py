@@ -141,7 +141,13 @@ def test_where_one_block_is_noisy_its_scorer_alone_gets_gradients():
         weights = {block: scorer.layers[0].weight for block, scorer in model.reduction.scorers.items()}
         learning.append([block for block, weight in weights.items() if weight.grad is not None])
 
-    fit(model, TensorSource(images_for(model), None, 1, 0), Training(batch_size=1), after=after, progress=False)
+    fit(
+        model,
+        TensorSource(images_for(model), None, 1, 0),
+        Training(epochs=5, batch_size=1),
+        after=after,
+        progress=False,
+    )
     assert {len(blocks) for blocks in learning} == {1} and {blocks[0] for blocks in learning} == {"2", "4"}
 
 

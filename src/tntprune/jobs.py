@@ -118,7 +118,7 @@ def train_folder(
     best = max(validated, key=lambda line: line["top1"], default=None)  # the first of equals
     return Trained(
         path, len(source.photos), min(training.batch_size, len(source.photos)),
-        training.passes(source.per_epoch) * source.per_epoch,
+        int(lines[-1]["step"]) if lines else 0,
         float(lines[-1]["seconds"]) if lines else 0.0,
         best and {name: value for name, value in best.items() if name not in ("step", "seconds")},
     )  # fmt: skip

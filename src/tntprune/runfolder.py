@@ -58,8 +58,9 @@ def ended(out: Path) -> Path | None:
 
 
 def _check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    if now["training"]["parts"] is None:  # what was chosen at the start holds
-        now = {**now, "training": {**now["training"], "parts": before.get("training", {}).get("parts")}}
+    given, held = now["training"], before.get("training", {})
+    open_ = [name for name in ("parts", "epochs") if given[name] is None]  # what was decided at the start holds
+    now = {**now, "training": {**given, **{name: held.get(name) for name in open_}}}
     changed = _differences(before, now)
     if changed:
         raise UsageError(f"{out}: was started with {changed[0]}; expected the same options to continue it")

@@ -85,16 +85,18 @@ def train_run(
         UserError: something cannot be read or written.
     """
     check_whole("save_every", save_every, 1)
-    training = replace(training, epochs=training.passes(source.per_epoch))
     told = {"training": asdict(training), **(about or {})}
     if not backbone:
         told["reduction"] = to_dict(reduction_of(model).config)
     options: dict[str, Any] = json.loads(json.dumps(told))
     first, before = world.agree(lambda: find_start(out, resume, options))
+    held = before.get("training", {})  # what was decided at the start holds
     if training.parts is None:
-        training = replace(training, parts=before.get("training", {}).get("parts"))
+        training = replace(training, parts=held.get("parts"))
+    if training.epochs is None:
+        training = replace(training, epochs=held.get("epochs", training.passes(source.per_epoch)))
     training = training.among(world.size)
-    options["training"]["parts"] = training.parts
+    options["training"] |= {"parts": training.parts, "epochs": training.epochs}
     run = None
     if first is not None:  # what is wrong is told before a folder is made
         run = _Run(model, source, training, out, options, world, validate, backbone)

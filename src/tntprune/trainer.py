@@ -143,7 +143,7 @@ class Trainer:
         self.schedule.step_update(number)
         self.method.trained = number / self.total
         epochs, frozen = self.training.epochs, self.training.freeze_epochs
-        thawed = epochs is None or number * epochs >= frozen * self.total
+        thawed = number * (epochs or 1) >= frozen * self.total
         for parameter in self.learned.values():
             parameter.requires_grad_(thawed or parameter in self.own)
         self.optimizer.zero_grad()

@@ -13,7 +13,7 @@ from tntprune.errors import UsageError
 RATES = {"all": 3e-5, "head": 1e-3, "norms": 1e-3, "lowrank": 1e-3}  # of what is unfrozen, if no other is given
 RATE = 0.01  # of what the method learns
 RANK = 8
-STEPS = 120  # that a training makes at least, if no number of epochs is given
+STEPS = 120  # that a training makes at least, in whole epochs, if no number of these is given
 MAX_SEED = 2**32 - 1  # times a million and the step's number it is still below 2**53
 MAX_PARTS = 512  # and with a part's number above that, it fits torch's 64 bits
 
@@ -35,7 +35,8 @@ class Training:
     """How to train. AdamW with linear warm-up and a cosine, step by step, all timm's.
 
     Args:
-        epochs: Passes over the data. None: as many as make `STEPS` steps, however few or many photos there are.
+        epochs: Passes over the data. None: as many as make at least `STEPS` steps, whatever the batch size; a resumed
+            training goes on with as many as it began with.
         batch_size: Images a step, over all processes.
         parts: Equal parts that a step's batch is worked through in, one after another or by several processes at the
             same time, with the same result. None: as many as there are processes. More parts need less memory; what is
