@@ -233,7 +233,9 @@ def test_a_model_trained_with_its_reduction_is_compared_with_what_it_was(call, d
 def test_a_training_leaves_what_it_says(call, digits, tmp_path):
     arguments = ["train", "digits_vit", "--data", digits, "--out", tmp_path / "run", "--epochs", 1, *TRAIN]
     code, out, err = call(*arguments)
-    assert code == 0 and out.startswith("trained 5 steps of 8 out of 40 photos in ") and str(tmp_path / "run") in out
+    assert (
+        code == 0 and out.startswith("trained 1 epoch of 40 photos, 5 steps of 8, in ") and str(tmp_path / "run") in out
+    )
     assert "training: 100%" in err
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["log.jsonl", "reducer.safetensors"]
     code, out, _ = call(*arguments, "--resume")

@@ -69,7 +69,7 @@ def lines(out):
 
 def test_a_thousand_classes_in_two_processes_with_every_augmentation(place, capsys):
     two, one = place / "two", place / "one"
-    assert f"trained {STEPS} steps of {BATCH} out of {CLASSES} photos" in torchrun(*training(place, two))
+    assert f" of {CLASSES} photos, {STEPS} steps of {BATCH}, in " in torchrun(*training(place, two))
     assert main([str(argument) for argument in training(place, one)]) == 0
 
     images = json.loads(read_metadata(two / "reducer.safetensors")["made_by"])["augmentation"]

@@ -196,7 +196,7 @@ def test_a_batch_larger_than_the_photos_is_told_as_it_was(folder, tmp_path):
     recipe = replace(RECIPE, training=Training(epochs=1, batch_size=64, amp="none"))
     _, found = run(folder, tmp_path / "run", recipe, val=False)
     assert (found.batch_size, found.steps, found.best) == (12, 1, None)
-    assert str(found).startswith("trained 1 steps of 12 out of 12 photos in ")
+    assert str(found).startswith("trained 1 epoch of 12 photos, 1 step of 12, in ")
 
 
 def test_a_batch_that_cannot_be_used_leaves_no_folder(folder, tmp_path):

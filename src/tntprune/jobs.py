@@ -27,6 +27,7 @@ class Trained(NamedTuple):
         path: What it left, as it was after the last step.
         photos: That it learned from.
         batch_size: Photos a step.
+        epochs: Passes over them.
         steps: In all.
         seconds: In all, over all the times that it was resumed.
         best: The epoch whose figures on the photos to validate on were the best, with those figures; None without such.
@@ -35,12 +36,14 @@ class Trained(NamedTuple):
     path: Path
     photos: int
     batch_size: int
+    epochs: int
     steps: int
     seconds: float
     best: dict[str, float] | None
 
     def __str__(self) -> str:
-        told = f"trained {self.steps} steps of {self.batch_size} out of {self.photos} photos in {self.seconds:.0f} s: "
+        passes, steps = f"{self.epochs} epoch{'s'[: self.epochs > 1]}", f"{self.steps} step{'s'[: self.steps > 1]}"
+        told = f"trained {passes} of {self.photos} photos, {steps} of {self.batch_size}, in {self.seconds:.0f} s: "
         if self.best is not None:
             epoch, figures = int(self.best["epoch"]), {n: v for n, v in self.best.items() if n.startswith("top")}
             return f"{told}{self.path}\nthe best epoch was {epoch}, {said(figures)}: {self.path.parent / BEST}"
@@ -118,7 +121,7 @@ def train_folder(
     best = max(validated, key=lambda line: line["top1"], default=None)  # the first of equals
     return Trained(
         path, len(source.photos), min(training.batch_size, len(source.photos)),
-        int(lines[-1]["step"]) if lines else 0,
+        *((int(lines[-1]["epoch"]), int(lines[-1]["step"])) if lines else (0, 0)),
         float(lines[-1]["seconds"]) if lines else 0.0,
         best and {name: value for name, value in best.items() if name not in ("step", "seconds")},
     )  # fmt: skip

@@ -76,7 +76,7 @@ def short(config: Config) -> Recipe:
         UsageError: the method learns nothing by itself.
     """
     if isinstance(config, TNT):
-        return Recipe(config, Training(epochs=5))
+        return Recipe(config, Training(epochs=None if config.merges else 5))
     if isinstance(config, DynamicViT):
         training = Training(epochs=2, backbone_lr=1e-5, freeze_epochs=1)
         return Recipe(config.changed(token_weight=0.0), training)

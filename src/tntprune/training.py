@@ -114,6 +114,11 @@ class Training:
         for name in ("warmup", "label_smoothing", "ema", "drop_path"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)}: expected a share from 0 to below 1")
+        if self.freeze_epochs and not self.backbone_lr and self.unfreeze is None:
+            raise UsageError(
+                f"freeze_epochs={self.freeze_epochs}: without backbone_lr the model is frozen throughout; expected "
+                "backbone_lr above 0"
+            )
         self._check_tuning()
         if self.amp not in ("auto", "none", "bf16", "fp16"):
             raise UsageError(f"amp={self.amp!r}: expected 'auto', 'none', 'bf16' or 'fp16'")

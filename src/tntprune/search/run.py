@@ -128,6 +128,11 @@ def search(
     proxy = proxy_error(verified)
     met = {point.name for point in marks}
     notes = [found.note] if found.note else []
+    if len(space.blocks) == 1:
+        notes.append(
+            f"tokens may go at block {space.blocks[0]} alone, so that there is one schedule for a budget; more blocks "
+            "take --at, or without --reducer a training of their own"
+        )
     notes += [f"{shape.name}: cannot meet this" for shape in references(space) if shape.name not in met]
     if curve is not None and wanted.timed and (slower := curve.slower()):
         pairs = ", ".join(f"{count} than {faster}" for count, faster in sorted(slower.items()))
@@ -164,10 +169,12 @@ def _template(model: nn.Module, method: Config | None) -> tuple[Config, dict[str
 def _check_reach(space: Space, wanted: Budget, cost: Callable[[Config], float], whole: float) -> None:
     """Refuse a budget that the method cannot meet whatever it removes."""
     least = cost(space.config([space.least] * len(space.blocks)))
+    first, last = space.blocks[0], space.blocks[-1]
+    where = f"block {first}" if first == last else f"blocks {first} to {last}"
     if wanted.kind != "drop" and wanted.limit(whole) < least:
         raise UserError(
-            f"{space.template.method} at blocks {space.blocks[0]} to {space.blocks[-1]} cannot meet {wanted}: with one "
-            f"token left it takes {said(least, wanted.timed)}; expected a larger budget"
+            f"{space.template.method} at {where} cannot meet {wanted}: with one token left it takes "
+            f"{said(least, wanted.timed)}, {least / whole:.1%} of the unpruned model's; expected a larger budget"
         )
 
 
