@@ -114,6 +114,9 @@ Written by `python benchmarks/latency.py` on {stamp}.
 |---:|---|---:|---:|---:|---:|---:|
 {rows}
 
+A curve and the benchmark after it are minutes apart. Where "unpruned" is off as well, the machine was faster or slower
+then than before, and what is left to compare are the speed-ups, each against the unpruned model of its own measurement.
+
 Numbers of patch tokens with which a block takes at least 3 % longer than with a larger number, and the fastest of
 those. {slower}
 

@@ -119,8 +119,12 @@ def ablation(figures: Figures) -> str:
         return NOTHING
     base = figures["ablation-unpruned"]
     lines = [f"Unpruned: {base['top1']:.1f} of {base['photos']} photos.", ""]
-    for title, labels in (("after block 3", ("K=0.5", "K=0.25")), ("everywhere", ("everywhere",))):
-        cells = " | ".join(f"{label}: top-1 | divergence" for label in labels)
+    for title, labels in (("after block 3", ("K=0.5", "K=0.25")), ("in all blocks", ("everywhere",))):
+        known = [
+            (label, named(figures, f"ablation {variant.name} {label}")) for variant in variants() for label in labels
+        ]
+        macs = {label: f"{rows[0]['gmacs']:.3f} GMACs" for label, rows in reversed(known) if rows}
+        cells = " | ".join(f"{label}, {macs.get(label, '')}: top-1 | divergence" for label in labels)
         lines += [f"| {title} | {cells} |", "|---|" + "---:|" * (2 * len(labels))]
         for variant in variants():
             rows = [named(figures, f"ablation {variant.name} {label}") for label in labels]

@@ -86,7 +86,10 @@ def test_the_python_in_the_readme_runs(tmp_path, monkeypatch):
 
 def test_pictures_and_pages_that_the_readme_names_are_there():
     for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / target).is_file(), target
+        path, _, part = target.partition("#")
+        assert (ROOT / path).is_file(), target
+        headings = re.findall(r"^#+ (.*)", (ROOT / path).read_text(), re.MULTILINE) if part else []
+        assert not part or part in [heading.lower().replace(" ", "-") for heading in headings], target
 
 
 def test_make_targets_that_the_readme_names_are_there():
