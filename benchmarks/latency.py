@@ -112,7 +112,9 @@ PAGE = """# Latency, predicted and measured
 `{model}` with random weights, {dtype}. For each batch size and method a curve is measured first: the time of a block
 at many numbers of tokens, of the method's own steps, and of what is around the blocks; each took at most
 {longest:.0f} s. From the numbers of tokens alone it then predicts the time of reduced models that it has not seen,
-and `tntprune bench` measures them, eagerly, {rounds} rounds in turns. A prediction may be {wanted} % off: {near} are within that here.
+and `tntprune bench` measures them, eagerly, {rounds} rounds in turns.
+A prediction may be {wanted} % off: {near} are within
+that here.
 
 Written by `python benchmarks/latency.py` on {stamp}.
 
