@@ -55,7 +55,7 @@ def test_the_commands_that_need_photos_run_in_order(data, tmp_path, monkeypatch,
     for command in COMMANDS:
         words = [word.replace("PHOTO...", "PHOTO.jpg") for word in shlex.split(command)[1:] if word != "--resume"]
         short = {"train": ["--epochs", "1"], "sweep": ["--rounds", "3"], "push": ["--card-only", "--keep", "0.5"]}
-        short["bench"] = ["--rounds", "3", "--dtypes", "fp32"]
+        short["bench"] = ["--rounds", "3", "--dtypes", "fp32", "--batch-sizes", "1"]
         short["search"] = ["--photos", "8", "--moves", "2"]
         if words[0] in ("train", "search", "eval", "show", "bench", "export", "push", "sweep"):
             assert main([*words, *weights, *short.get(words[0], [])]) == 0, capsys.readouterr().err

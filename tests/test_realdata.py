@@ -31,15 +31,14 @@ def test_the_unpruned_model_reaches_what_it_is_known_to_reach(data, capsys):
     assert found["agreement"] == 100 and found["tokens"] == [196] * 12
 
 
-@pytest.mark.parametrize("recipe", ["relative", "merge"])
-def test_a_short_training_beats_random_drop_on_photos_it_has_not_seen(data, recipe):
-    """On calibration photos only: two thirds to train on, a third held out."""
+def test_a_short_training_beats_random_drop_on_photos_it_has_not_seen(data):
+    """On calibration photos only: some to train on, others held out."""
     model = load_model(MODEL, data / f"{MODEL}.safetensors")
     photos = labelled_photos(data / "calibration-1000" / "images", model)
     order = torch.randperm(len(photos), generator=torch.Generator().manual_seed(0)).tolist()
-    train, held_out = [photos[i] for i in order[:600]], [photos[i] for i in order[600:840]]
+    train, held_out = [photos[i] for i in order[:480]], [photos[i] for i in order[480:680]]
     training = Training(epochs=1, batch_size=16)
-    reduce_(model, TNT(at=3, keep=0.25, noise_blocks=3, recipe=recipe))
+    reduce_(model, TNT(at=3, keep=0.25))
     fit(model, PhotoSource(Photos(train, transform_for(model, LIGHT)), 16, 0, 1, True), training, progress=False)
     learned = reduction_of(model).state_dict()
 
@@ -50,6 +49,4 @@ def test_a_short_training_beats_random_drop_on_photos_it_has_not_seen(data, reci
         return evaluate(model, held_out, progress=False)[0].agreement
 
     random = max(agreement(Random(at=3, keep=0.25, order=seed)) for seed in range(2))
-    similar = {"relative": 25, "merge": 0}[recipe]
-    found = agreement(TNT(at=3, keep=0.25, noise_blocks=3, recipe=recipe, similar=similar))
-    assert found > random + {"relative": 2, "merge": 5}[recipe]
+    assert agreement(TNT(at=3, keep=0.25)) > random + 5
