@@ -94,7 +94,8 @@ def main(
                 )
                 tqdm.write(lines[-1])
     text = PAGE.format(
-        model=MODEL, rows="\n".join(lines), stamp=stamp(), dtype=dtype, rounds=rounds, longest=max(took),
+        model=MODEL, rows="\n".join(lines), stamp=stamp(), dtype=dtype, rounds=rounds,
+        seconds=seconds, longest=max(took),
         slower="\n\n".join(slow), notes="\n\n".join(notes), wanted=WANTED,
         near=f"{sum(times)} of {len(times)} times and {sum(ratios)} of {len(ratios)} speed-ups",
     )  # fmt: skip
@@ -113,10 +114,9 @@ PAGE = """# Latency, predicted and measured
 at many numbers of tokens, of the method's own steps, and of what is around the blocks; each took at most
 {longest:.0f} s. From the numbers of tokens alone it then predicts the time of reduced models that it has not seen,
 and `tntprune bench` measures them, eagerly, {rounds} rounds in turns.
-A prediction may be {wanted} % off: {near} are within
-that here.
+A prediction may be {wanted} % off: {near} are within that here.
 
-Written by `python benchmarks/latency.py` on {stamp}.
+Written by `python benchmarks/latency.py --seconds {seconds:g}` on {stamp}.
 
 | batch | reduction | predicted ms | measured ms | off | predicted speed-up | measured |
 |---:|---|---:|---:|---:|---:|---:|

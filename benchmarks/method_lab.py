@@ -110,8 +110,10 @@ class Lab:
         """
         file = self.out / "figures" / f"{name}.json".replace(" ", "-")
         asked = None if config is None else json.loads(json.dumps(to_dict(config)))
-        if file.exists() and json.loads(file.read_text())["config"] == asked:
-            return json.loads(file.read_text())  # type: ignore[no-any-return]
+        if file.exists():
+            known: dict[str, Any] = json.loads(file.read_text())
+            if known["config"] == asked:
+                return known
         model: nn.Module = load_model(MODEL, self.data / f"{MODEL}.safetensors")
         if run is not None:
             load_(model, run)

@@ -155,7 +155,7 @@ def effort(figures: Figures) -> str:
         if all(rows) and seconds is not None:
             each = photos // Training().batch_size
             epochs = Training(**variant.training).passes(each)
-            top = " | ".join(f"{row['top1']:.1f}" for row in rows if row is not None)
+            top = " | ".join(f"{row['top1']:.1f} ({row['kl']:.3f})" for row in rows if row is not None)
             told.append((photos, epochs, f"| {photos} | {epochs} | {epochs * each} | {seconds:.0f} | {top} |"))
     lines += [line for _, _, line in sorted(told)]
     return "\n".join(lines)

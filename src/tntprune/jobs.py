@@ -119,10 +119,10 @@ def train_folder(
     lines = read_log(out)
     validated = [line for line in lines if "top1" in line]
     best = max(validated, key=lambda line: line["top1"], default=None)  # the first of equals
+    last = lines[-1] if lines else dict.fromkeys(("epoch", "step", "seconds"), 0)
     return Trained(
         path, len(source.photos), min(training.batch_size, len(source.photos)),
-        *((int(lines[-1]["epoch"]), int(lines[-1]["step"])) if lines else (0, 0)),
-        float(lines[-1]["seconds"]) if lines else 0.0,
+        int(last["epoch"]), int(last["step"]), float(last["seconds"]),
         best and {name: value for name, value in best.items() if name not in ("step", "seconds")},
     )  # fmt: skip
 
