@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from dataclasses import replace
@@ -265,6 +270,25 @@ def test_calls_take_turns_and_each_begins_once():
 def test_times_are_in_milliseconds():
     fast, slow = in_turns([lambda: None, lambda: time.sleep(0.02)], 5, CPU, progress=False)
     assert fast.median < 15 < slow.median < 500
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc returns large blocks, and learns not to")
+def test_memory_is_kept_from_call_to_call_once_something_is_timed():
+    lines = """
+        import resource, torch
+        from tntprune.bench.clock import in_turns
+        in_turns([lambda: None], 3, torch.device("cpu"), progress=False)
+        def faults(size):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            several = [torch.ones(size << 20, dtype=torch.uint8) for _ in range(5)]
+            del several
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        print([[faults(size) for _ in range(10)][-1] for size in (5, 7, 9, 11)])
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_"))}
+    program = [sys.executable, "-c", textwrap.dedent(lines)]
+    found = json.loads(subprocess.run(program, env=kept, check=True, capture_output=True).stdout)
+    assert max(found) < 100, found  # without, it is thousands in most runs
 
 
 def test_peak_memory_counts_what_is_alive_at_a_time(capfd):
