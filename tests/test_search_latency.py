@@ -19,7 +19,7 @@ from tntprune.reduce import base_of
 from tntprune.schedule import Place, Step
 from tntprune.search import LatencyCurve, latency, measure_latency
 from tntprune.search.costs import Line, Part, StepCost, kind, timed_options
-from tntprune.search.steps import fit
+from tntprune.search.steps import fit, settle
 
 
 def curve(**changes: Any) -> LatencyCurve:
@@ -129,6 +129,17 @@ def test_the_polynomial_finds_work_for_tokens_and_for_pairs():
     for step in (Step(Place(3), 120, 80, 80), Step(Place(3), 190, 100, 100)):
         true = 1e-4 + 1e-7 * step.entering + 2e-9 * step.entering * step.leaving
         assert cost.at(step) == pytest.approx(true, rel=0.05)
+
+
+def test_whole_models_tell_how_long_steps_take_in_them_and_what_is_always_there():
+    rest, steps = (1.0, 0.8, 0.6, 0.4), (0.0, 0.3, 0.1, 0.2)
+    exact = [a + 1.5 * b + 0.01 for a, b in zip(rest, steps, strict=True)]
+    assert settle(rest, steps, exact) == pytest.approx((1.5, 0.01), abs=0.02)
+    assert settle(rest, steps, [a + b for a, b in zip(rest, steps, strict=True)]) == pytest.approx((1.0, 0.0))
+    little = (0.0, 0.01, 0.005, 0.008)  # steps that take next to no time tell next to nothing, and break nothing
+    factor, walk = settle(rest, little, [0.98, 0.82, 0.59, 0.41])
+    assert 0.5 < factor < 1.5 and 0 <= walk < 0.02
+    assert settle(rest, steps, [0.9 * a for a in rest]) == (0.5, 0.0)
 
 
 class Work:

@@ -29,7 +29,7 @@ from tntprune.fingerprint import identity
 from tntprune.reduce import base_of, device_of, reduce_, twin_of
 from tntprune.search.costs import Line, Part
 from tntprune.search.curve import LatencyCurve, attention
-from tntprune.search.steps import Sample, fit, part_of, samples, single
+from tntprune.search.steps import Sample, fit, part_of, samples, settle, single
 from tntprune.tokens import Tokens
 
 __all__ = ["LatencyCurve", "about", "measure_latency"]
@@ -37,6 +37,7 @@ __all__ = ["LatencyCurve", "about", "measure_latency"]
 STRIDES = (1, 2, 4, 8, 16, 32)  # from one number of tokens to the next, the first that there is time for
 TILE = 16  # matrix kernels work on so many rows at a time: both sides of each multiple are always measured
 TOGETHER = 16  # calls that take turns with the unpruned model
+BLOCKS, WHOLE = 0.5, 0.3  # of the time are for the blocks on their own, and for whole models
 REPEATS = 4  # of a step, which is short, in one call
 Call = Callable[[], Any]
 
@@ -165,7 +166,7 @@ def _grid(patches: int, prefix: int, timer: _Timer, kinds: int) -> tuple[list[in
     cost = 1 / TOGETHER + (0.5 + 0.3 * (kinds - 1)) / kinds  # of one call, in unpruned passes
     for stride in STRIDES:
         counts = sorted({n for n in {*range(patches, 0, -stride), *edges, 1} if 1 <= n <= patches})
-        rounds = int(0.75 * timer.seconds / (timer.once * cost * len(counts) * kinds)) - 1
+        rounds = int(BLOCKS * timer.seconds / (timer.once * cost * len(counts) * kinds)) - 1
         if rounds >= 7:
             break
     return counts, min(25, max(3, rounds))
@@ -238,12 +239,10 @@ def _in_a_model(
             with suppress(UsageError):
                 tried.append(single(config, tuple(blocks), falling, 0))
     models = [reduce_(twin_of(base), one) for one in (Random(at=0, tokens=patches), *tried)]  # the first drops nothing
+    timer.rounds = max(timer.rounds, int(WHOLE * timer.seconds / (timer.once * len(models))))
     shares = timer.shares("timing whole reduced models", [partial(model, images) for model in models])
-    walk = max(0.0, shares[0] - 1) * curve.unpruned
-    above = below = 0.0
-    for one, share in zip(tried, shares[1:], strict=True):
-        rest, steps = curve.split(one)
-        above += ((share * curve.unpruned - walk) / curve.scale - rest) * steps
-        below += steps * steps
-    factor = min(10.0, max(0.5, above / below)) if below else 1.0
-    return replace(curve, walk=walk, step_factor=factor)
+    parts = [curve.split(one) for one in tried]
+    whole = curve.unpruned / curve.scale
+    rest, steps = [1.0, *(part[0] / whole for part in parts)], [0.0, *(part[1] / whole for part in parts)]
+    factor, walk = settle(rest, steps, shares)
+    return replace(curve, walk=walk * curve.unpruned, step_factor=factor)

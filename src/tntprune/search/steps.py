@@ -99,6 +99,27 @@ def fit(steps: Sequence[Step], seconds: Sequence[float], sized: bool) -> StepCos
     return StepCost(tuple(weights.tolist()), float(time.min()) / 2, sized)
 
 
+def settle(rest: Sequence[float], steps: Sequence[float], whole: Sequence[float]) -> tuple[float, float]:
+    """What explains whole models best: the factor on their steps' times, from 0.5 to 10, and a constant, at least 0.
+
+    Args:
+        rest: Of each model the time without its steps, as a share of the unpruned model's time.
+        steps: That of its steps, on their own.
+        whole: The time of the whole model.
+
+    Each model's error counts as a share of its time. Without evidence the factor is 1 and the constant 0: a factor of 2
+    and a constant of 0.02 are held to be as likely as errors of 0.02.
+    """
+    parts = torch.tensor([steps, [1.0] * len(steps)], dtype=torch.float64).T  # (models, 2)
+    time, known = torch.tensor(whole, dtype=torch.float64), torch.tensor(rest, dtype=torch.float64)
+    start = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    left = (time - known - parts @ start) / time
+    rows = torch.cat([parts / time[:, None], torch.diag(torch.tensor([0.02, 1.0], dtype=torch.float64))])
+    goal = torch.cat([left, torch.zeros(2, dtype=torch.float64)])
+    factor, walk = (start + torch.linalg.lstsq(rows, goal[:, None]).solution[:, 0]).tolist()
+    return min(10.0, max(0.5, factor)), max(0.0, walk)
+
+
 def single(config: Config, block: int | Sequence[int], tokens: int | Sequence[int], similar: int) -> Config:
     """A config of the same method with other places and counts.
 
