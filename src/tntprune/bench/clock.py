@@ -62,9 +62,9 @@ def keep_memory(device: torch.device) -> None:
     """On CPU, have large tensors use memory that was given back before, for as long as this process lasts.
 
     glibc returns blocks to the system that are as large as the largest it has seen come back, and every page of the
-    next one costs a fault: 8 images take a ViT-Tiny a tenth longer, and reduced models less than that. One block of the
-    largest size that it learns from teaches it to keep the smaller ones. Nothing changes where MALLOC_MMAP_THRESHOLD_
-    is set, or with another allocator.
+    next one costs a fault: more for the unpruned model than for reduced ones, and now more and now less. One block of
+    the largest size that it learns from teaches it to keep the smaller ones. Nothing changes where
+    MALLOC_MMAP_THRESHOLD_ is set, or with another allocator.
     """
     if device.type == "cpu":
         torch.empty(LARGEST - (64 << 10), dtype=torch.uint8)
