@@ -136,6 +136,13 @@ def test_macs_of_the_paper(call):
     assert "block  3:  196 patch tokens" in out and "block  4:   98 patch tokens" in out
 
 
+def test_what_a_small_model_costs_is_told_in_millions(call, digits):
+    for arguments in (("macs", "digits_vit"), ("info", "digits_vit"), ("eval", "digits_vit", "--data", digits)):
+        out = call(*arguments)[1]
+        assert "MMACs" in out and "GMACs" not in out
+        assert "16.56" in out  # 1e6 multiply-accumulates
+
+
 @pytest.mark.parametrize(
     ("arguments", "tokens"),
     [

@@ -15,6 +15,7 @@ from tntprune.config import to_dict
 from tntprune.curve import Curve, Point
 from tntprune.fingerprint import full_name, identity
 from tntprune.reduce import base_of, reduction_of
+from tntprune.units import unit_of
 
 CARD = "README.md"
 
@@ -164,14 +165,15 @@ def _measured(curve: Curve | None) -> str:
 
 def curve_table(curve: Curve) -> str:
     """A curve as a table in Markdown."""
-    head = "| setting | top-1 % | top-5 % | agreement % | GMACs | of the unpruned |\n|---|---:|---:|---:|---:|---:|"
-    return "\n".join([head, *(_row(point, curve.base) for point in (curve.base, *curve.points))])
+    scale, unit = unit_of(curve.base.macs)
+    head = f"| setting | top-1 % | top-5 % | agreement % | {unit} | of the unpruned |\n|---|---:|---:|---:|---:|---:|"
+    return "\n".join([head, *(_row(point, curve.base, scale) for point in (curve.base, *curve.points))])
 
 
-def _row(point: Point, base: Point) -> str:
+def _row(point: Point, base: Point, scale: float) -> str:
     name = f"{point.setting} (as saved)" if point.own and point.setting != "as saved" else point.setting
     return (
-        f"| {name} | {point.top1:.1f} | {point.top5:.1f} | {point.agreement:.1f} | {point.macs / 1e9:.3f} | "
+        f"| {name} | {point.top1:.1f} | {point.top5:.1f} | {point.agreement:.1f} | {point.macs / scale:.3f} | "
         f"{point.macs / base.macs:.2f} |"
     )
 

@@ -17,6 +17,7 @@ from tntprune.backbones.base import Costs, find_backbone, tower_of
 from tntprune.errors import UserError
 from tntprune.reduce import is_reduced, reduction_of
 from tntprune.schedule import Counts, counts
+from tntprune.units import unit_of
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,16 @@ class Macs:
     most: bool = False
 
     def __str__(self) -> str:
-        lines = [f"{self.macs / 1e9:.2f} GMACs instead of {self.base_macs / 1e9:.2f}"]
+        scale, unit = unit_of(self.base_macs)
+        lines = [f"{self.macs / scale:.2f} {unit} instead of {self.base_macs / scale:.2f}"]
         if self.most:
             lines[0] = f"at most {lines[0]}: each image keeps another number of tokens, and `eval` tells the mean"
         lines += [
-            f"  block {number:2}: {tokens:4} patch tokens, {cost / 1e9:.3f} GMACs"
+            f"  block {number:2}: {tokens:4} patch tokens, {cost / scale:.3f} {unit}"
             for number, (tokens, cost) in enumerate(zip(self.tokens, self.per_block, strict=True), 1)
         ]
-        lines.append(f"  scoring and removing: {sum(self.reduction.values()) / 1e9:.3f} GMACs")
-        lines.append(f"  embedding and head: {(self.embed + self.head) / 1e9:.3f} GMACs")
+        lines.append(f"  scoring and removing: {sum(self.reduction.values()) / scale:.3f} {unit}")
+        lines.append(f"  embedding and head: {(self.embed + self.head) / scale:.3f} {unit}")
         return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from tntprune.bench.names import Backend, DType
 from tntprune.console import ImgSize, Json, MethodName, Model, Reducer, Seed, Then, tell
 from tntprune.errors import UsageError
 from tntprune.options import MethodOptions
+from tntprune.units import unit_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -144,7 +145,9 @@ def _model(name: str, weights: Path | None, device: str, img_size: tuple[int, in
 def _unpruned(model: nn.Module) -> str:
     from tntprune.counting import macs
 
-    return f"{macs(model).base_macs / 1e9:.2f} GMACs unpruned"
+    whole = macs(model).base_macs
+    scale, unit = unit_of(whole)
+    return f"{whole / scale:.2f} {unit} unpruned"
 
 
 def _configs(

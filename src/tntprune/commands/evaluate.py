@@ -28,6 +28,7 @@ from tntprune.console import (
     tell,
 )  # fmt: skip
 from tntprune.options import MethodOptions, apply
+from tntprune.units import unit_of
 
 
 def evaluate(
@@ -85,11 +86,12 @@ def evaluate(
     rows: list[tuple[str, Figures]] = [("pruned" if is_reduced(built) else "unpruned", found)]
     if found.base is not None:
         rows.append(("unpruned", found.base))
+    scale, unit = unit_of(max(figures.macs for _, figures in rows))
     lines = [
         f"{found.images} images, {found.skipped} skipped",
-        f"{'':9} {'top-1':>6} {'top-5':>6} {'GMACs':>6} {'images/s':>9}",
+        f"{'':9} {'top-1':>6} {'top-5':>6} {unit:>6} {'images/s':>9}",
     ]
-    lines += [f"{name:9} {f.top1:6.2f} {f.top5:6.2f} {f.macs / 1e9:6.2f} {f.images_per_s:9.1f}" for name, f in rows]
+    lines += [f"{name:9} {f.top1:6.2f} {f.top5:6.2f} {f.macs / scale:6.2f} {f.images_per_s:9.1f}" for name, f in rows]
     lines.append(f"agrees with the unpruned model on {found.agreement:.2f} %")
     if found.speedup is not None:
         lines.append(f"{found.speedup:.2f} times as fast")

@@ -10,6 +10,7 @@ import tyro
 from tntprune.console import ImgSize, Json, MethodName, Model, Reducer, Then, Weights, load, tell
 from tntprune.errors import UsageError, UserError
 from tntprune.options import MethodOptions, apply
+from tntprune.units import unit_of
 
 if TYPE_CHECKING:
     from tntprune.data import Photo
@@ -68,7 +69,9 @@ def export(
     size = sum(file.stat().st_size for file in written.files)
     told: dict[str, Any] = {"files": [str(file) for file in written.files], "bytes": size, **written.about}
     what = f"{written.about['reduction']['method'] if written.about['reduction'] else 'unpruned'}, {to} {dtype}"
-    text = f"{model}, {what}, {written.about['macs'] / 1e9:.2f} GMACs: {out} ({size / 1e6:.1f} MB), {written.files[-1]}"
+    scale, unit = unit_of(written.about["macs"])
+    cost = f"{written.about['macs'] / scale:.2f} {unit}"
+    text = f"{model}, {what}, {cost}: {out} ({size / 1e6:.1f} MB), {written.files[-1]}"
     for key, value in written.about.get("compile_with", {}).items():
         text += f'\nload it with {{"{key}": "{value}"}}: without, OpenVINO chooses a precision of its own'
     if check:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tntprune.config import METHODS
 from tntprune.console import ImgSize, Json, Model, tell
+from tntprune.units import unit_of
 
 
 def info(model: Model, img_size: ImgSize = None, json: Json = False) -> int:
@@ -24,8 +25,9 @@ def info(model: Model, img_size: ImgSize = None, json: Json = False) -> int:
         "embed_dim": layout.embed_dim, "grid": list(layout.grid), "patch_tokens": layout.patches,
         "prefix_tokens": layout.prefix, "cls_token": layout.cls, "macs": count(built).macs, "methods": obstacles,
     }  # fmt: skip
+    scale, unit = unit_of(data["macs"])
     lines = [
-        f"{model}: {layout.family}, {parameters / 1e6:.1f} M parameters, {data['macs'] / 1e9:.2f} GMACs",
+        f"{model}: {layout.family}, {parameters / 1e6:.1f} M parameters, {data['macs'] / scale:.2f} {unit}",
         f"  {layout.depth} blocks of width {layout.embed_dim}",
         f"  {layout.patches} patch tokens ({layout.grid[0]} x {layout.grid[1]}) and {layout.prefix} prefix tokens, "
         f"{'the first a CLS token' if layout.cls else 'no CLS token'}",

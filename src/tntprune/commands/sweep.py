@@ -12,6 +12,7 @@ import tyro
 from tntprune.bench.names import DType
 from tntprune.console import Device, ImgSize, Json, OnBadImage, Workers, tell
 from tntprune.errors import UsageError
+from tntprune.units import unit_of
 
 if TYPE_CHECKING:
     from tntprune.results import Row
@@ -170,12 +171,13 @@ def _tell_plan(json: bool, made: Plan, rows: dict[str, Row]) -> None:
     ]  # fmt: skip
     lines = []
     for model in dict.fromkeys(task.setting.model for task in tasks):
-        lines += [f"{model}, {tasks[0].setting.images} photos", f"  {'GMACs':>6}  {'scheme':8}  setting"]
+        scale, unit = unit_of(next(one["base_macs"] for one in told if one["model"] == model))
+        lines += [f"{model}, {tasks[0].setting.images} photos", f"  {unit:>6}  {'scheme':8}  setting"]
         for one in told:
             if one["model"] == model:
                 state = "  (done)" if one["timed"] else "  (done, not timed)" if one["done"] else ""
                 what = _setting(one["name"], one["config"])
-                lines.append(f"  {one['macs'] / 1e9:6.2f}  {one['scheme']:8}  {what}{state}")
+                lines.append(f"  {one['macs'] / scale:6.2f}  {one['scheme']:8}  {what}{state}")
     lines += [f"left out: {line}" for line in made.left_out]
     lines.append(f"{len(told)} settings, {sum(one['done'] for one in told)} of them done")
     tell(json, {"settings": told, "left_out": made.left_out}, "\n".join(lines))
@@ -184,14 +186,15 @@ def _tell_plan(json: bool, made: Plan, rows: dict[str, Row]) -> None:
 def _table(rows: Sequence[Row]) -> str:
     """For a person, by model, scheme and MACs."""
     order = {"unpruned": 0, "single": 1, "multi": 2}
-    head = f"{'top-1':>6} {'top-5':>6} {'agrees':>6} {'GMACs':>6} {'images/s':>8} {'times':>5} {'MiB':>7}"
     unique = {row.setting.key: row for row in rows}.values()
     found = []
     for model in dict.fromkeys(row.setting.model for row in unique):
         own = [row for row in unique if row.setting.model == model]
+        scale, unit = unit_of(own[0].base_macs)
+        head = f"{'top-1':>6} {'top-5':>6} {'agrees':>6} {unit:>6} {'images/s':>8} {'times':>5} {'MiB':>7}"
         found += ["", f"{model}, {own[0].images} photos", f"{'scheme':8} {head}  setting"]
         for row in sorted(own, key=lambda row: (order.get(row.scheme, 3), row.macs)):
-            figures = f"{row.top1:6.2f} {row.top5:6.2f} {row.agreement:6.2f} {row.macs / 1e9:6.2f}"
+            figures = f"{row.top1:6.2f} {row.top5:6.2f} {row.agreement:6.2f} {row.macs / scale:6.2f}"
             speed = f"{_number(row.images_per_s, 8, 1)} {_number(row.speedup, 5, 2)} {_number(row.peak_mib, 7, 1)}"
             found.append(f"{row.scheme:8} {figures} {speed}  {_setting(row.name, row.setting.config)}")
     return "\n".join(found[1:])

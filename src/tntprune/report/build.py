@@ -18,6 +18,7 @@ from tntprune.report.groups import SCHEMES, Backbone, Group, grouped, line_names
 from tntprune.report.page import figure, page, paragraphs, picture
 from tntprune.report.summary import NOISE, standard_error, summary
 from tntprune.results import Row
+from tntprune.units import unit_of
 
 LARGEST = 5_000_000  # bytes of a page
 COLUMNS = 3  # backbones in one figure
@@ -100,8 +101,9 @@ def _sections(group: Group, styles: dict[str, Look], on: str) -> list[tuple[str,
         f"† a speed taken while other programs used more than {tables.BUSY} processors."
     )
     if not group.schemes:
-        bases = [[b.label, f"{b.base.top1:.2f}", f"{b.base.macs / 1e9:.2f}"] for b in group.backbones]
-        return [(f"The unpruned models{on}", tables.Table(["model", "top-1, %", "GMACs"], bases).html())]
+        scale, unit = unit_of(max(b.base.macs for b in group.backbones))
+        bases = [[b.label, f"{b.base.top1:.2f}", f"{b.base.macs / scale:.2f}"] for b in group.backbones]
+        return [(f"The unpruned models{on}", tables.Table(["model", "top-1, %", unit], bases).html())]
     return [
         (f"Accuracy over cost{on}", drawn),
         (f"Methods at equal cost{on}", paragraphs([compared_words]) + compared),

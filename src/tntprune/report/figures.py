@@ -9,6 +9,7 @@ from typing import Any
 from tntprune.canvas import Form, Look, blank, finished, looks
 from tntprune.report.groups import SCHEMES, Backbone, grouped, line_names
 from tntprune.results import Row
+from tntprune.units import unit_of
 
 GREY = "#777777"
 Point = tuple[float, float]
@@ -74,7 +75,7 @@ def _drawn(backbones: Sequence[Backbone], scheme: str, form: Form, styles: Mappi
     for number, backbone in enumerate(backbones):
         upper, lower = (axes[2 * number][0], axes[2 * number + 1][0]) if narrow else axes[:, number]
         lines = backbone.lines(scheme)
-        scale, unit = scale_of(backbone.base.macs)
+        scale, unit = unit_of(backbone.base.macs)
         _fill(upper, lines, backbone.base, styles, partial(_work, scale), unit)
         _fill(lower, lines, backbone.base, styles, _speed, "images/s")
         upper.set_title(backbone.label, fontsize=10 if columns < 3 or narrow else 9)
@@ -142,16 +143,11 @@ def _panel(axis: Any, lines: Mapping[str, Sequence[Point]], base: Point, styles:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def scale_of(macs: int) -> tuple[float, str]:
-    """What to divide multiply-accumulates by, and the unit: millions where the unpruned model has few."""
-    return (1e9, "GMACs") if macs >= 1e8 else (1e6, "MMACs")
-
-
 def described_curves(backbones: Sequence[Backbone], scheme: str) -> str:
     """What `curves` shows, for those who cannot see it."""
     parts = []
     for backbone in backbones:
-        scale, unit = scale_of(backbone.base.macs)
+        scale, unit = unit_of(backbone.base.macs)
         lines = [
             f"{name} from {rows[0].top1:.1f} % at {rows[0].macs / scale:.2f} to {rows[-1].top1:.1f} % at "
             f"{rows[-1].macs / scale:.2f} {unit}"

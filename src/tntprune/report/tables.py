@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tntprune.report.figures import scale_of
 from tntprune.report.groups import Backbone, in_words, options_of
 from tntprune.report.page import table
 from tntprune.results import Row
+from tntprune.units import unit_of
 
 LOW = 45  # percent of the unpruned model's multiply-accumulates below which the paper speaks of the low-token regime
 REGIMES = {"high": f"high: at least {LOW} % of the MACs", "low": f"low: less than {LOW} %"}
@@ -59,7 +59,7 @@ def every_row(backbone: Backbone, scheme: str) -> Table:
     Of a setting only those options are given that differ within its line; `shared` has the others.
     """
     base = backbone.base
-    scale, unit = scale_of(base.macs)
+    scale, unit = unit_of(base.macs)
     header = [
         "method", "setting", "top-1, %", "drop", "top-5, %", "agreement, %", unit, "MACs, %", "images/s",
         "speed-up", "memory, MiB",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tntprune.errors import UsageError
+from tntprune.units import unit_of
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
@@ -63,7 +64,8 @@ def said(cost: float, timed: bool) -> str:
     """A cost for a person."""
     if timed:
         return f"{cost * 1e3:.2f} ms"
-    return f"{cost / 1e9:.3f} GMACs" if cost >= 1e8 else f"{cost / 1e6:.3f} MMACs"
+    scale, unit = unit_of(cost)
+    return f"{cost / scale:.3f} {unit}"
 
 
 def budget(

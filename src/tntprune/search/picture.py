@@ -10,6 +10,7 @@ from tntprune.canvas import COLOURS, blank, finished
 from tntprune.search.found import Found
 from tntprune.search.points import Point
 from tntprune.storage import write
+from tntprune.units import unit_of
 
 MARKS = "s^D"  # of the references
 NARROWEST = 0.2  # the least that is shown of the cost, as a share of it
@@ -47,7 +48,7 @@ def draw_front(path: Path, found: Found, title: str) -> None:
 
 
 def _panel(axis: Any, found: Found, height: Callable[[Point], float]) -> None:
-    unit = 1e-3 if found.budget.timed else 1e9 if found.whole >= 1e8 else 1e6
+    unit, name = (1e-3, "ms a batch") if found.budget.timed else unit_of(found.whole)
 
     def at(points: list[Point]) -> tuple[list[float], list[float]]:
         return [point.cost / unit for point in points], [height(point) for point in points]
@@ -64,6 +65,6 @@ def _panel(axis: Any, found: Found, height: Callable[[Point], float]) -> None:
     widen = max(0.0, NARROWEST * most - (most - least)) / 2  # or all marks would be digits behind the same start
     axis.set_xlim(least - widen, most + widen)
     axis.locator_params(axis="x", nbins=5)
-    axis.set_xlabel("ms a batch" if found.budget.timed else "GMACs an image" if unit == 1e9 else "MMACs an image")
+    axis.set_xlabel(name if found.budget.timed else f"{name} an image")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="0.93")
