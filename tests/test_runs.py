@@ -18,7 +18,7 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 from conftest import make, photos_for
-from tntprune import runlog
+from tntprune import DynamicViT, EViT, runlog
 from tntprune.batches import WHOLE, TensorSource
 from tntprune.checkpoint import load_
 from tntprune.config import TNT
@@ -115,6 +115,16 @@ def stopped(tmp_path):
 
 
 # What a run leaves
+
+
+def test_the_log_tells_the_rates_of_the_reduction_and_of_the_model(tmp_path):
+    joint = Training(epochs=4, batch_size=4, lr=0.02, backbone_lr=1e-3)
+    run(tmp_path / "both", training=joint, config=DynamicViT(at=2))
+    for line in log(tmp_path / "both"):
+        assert line["backbone_lr"] / 1e-3 == pytest.approx(line["lr"] / 0.02)  # one schedule
+    run(tmp_path / "model", training=joint, config=EViT(at=2))  # nothing but the model learns
+    assert max(line["lr"] for line in log(tmp_path / "model")) <= 1e-3
+    assert all("backbone_lr" not in line for line in log(tmp_path / "model"))
 
 
 def test_a_run_leaves_the_reducer_and_the_log(tmp_path):

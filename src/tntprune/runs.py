@@ -154,7 +154,7 @@ class _Run:
                 nonlocal done
                 done = step
                 epoch = (step - 1) // self.source.per_epoch + 1
-                log({"step": step, "epoch": epoch, "loss": loss, "lr": self.rate, "seconds": now()})
+                log({"step": step, "epoch": epoch, "loss": loss, **self.rates, "seconds": now()})
                 ended = self.validate is not None and step % self.source.per_epoch == 0
                 if ended:
                     found = self.judge(epoch)
@@ -181,9 +181,12 @@ class _Run:
             self.save(self.out)
 
     @property
-    def rate(self) -> float:
-        """The learning rate of the first group."""
-        return float(self.trainer.optimizer.param_groups[0]["lr"])
+    def rates(self) -> dict[str, float]:
+        """The learning rate, and the model's own where it is trained together with its reduction."""
+        found: dict[str, float] = {}
+        for group in self.trainer.optimizer.param_groups:
+            found.setdefault("lr" if group["params"][0] in self.trainer.own else "backbone_lr", float(group["lr"]))
+        return found if "lr" in found else {"lr": found["backbone_lr"]}
 
     def judge(self, epoch: int) -> dict[str, float]:
         """Validate what is learned so far, and its average; keep it if it is the best."""
