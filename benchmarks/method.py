@@ -38,13 +38,13 @@ from tntprune.plan import read_plan
 SEEDS = (0, 1, 2, 3, 4)
 
 
-def ablation(lab: Lab, named: tuple[str, ...]) -> None:
+def ablation(lab: Lab, named: tuple[str, ...], seeds: tuple[int, ...]) -> None:
     """One option changed at a time: learn on one half of the calibration photos, judge by the other."""
     lab.judge("ablation unpruned", None, {}, "judge", lab.half)
     for variant in sorted(variants(), key=lambda variant: variant.name in LATER):
         if named and variant.name not in named:
             continue
-        for seed in SEEDS[: 2 if (variant.like or variant.name) in ("default", "whole") else 1]:
+        for seed in seeds if named else SEEDS[: 2 if (variant.like or variant.name) in ("default", "whole") else 1]:
             found, _ = lab.train(variant, lab.photos["learn"], seed)
             learned = {
                 name: torch.full_like(value, variant.learned[name.partition(".")[0]])
@@ -125,7 +125,7 @@ def main(
         out: For all that is kept.
         part: What to do.
         plans: A folder with plans of `tntprune search`, named after their methods and budgets, such as tnt-731.json.
-        seeds: For the table; two processes can share them.
+        seeds: For the table, and for rows of the ablation that are named; two processes can share them.
         only: One half of the table, where two processes share it.
         named: Rows of the ablation, where two processes share it; none given are all.
         bf16: Train, and judge the ablation, in half precision, which suits processors with instructions for it.
@@ -137,7 +137,7 @@ def main(
         return
     lab = Lab(data, out, bf16)
     parts = {
-        "ablation": lambda: ablation(lab, named),
+        "ablation": lambda: ablation(lab, named, seeds),
         "table": lambda: table(lab, plans, seeds, only),
         "tuned": lambda: tuned(lab, plans, only),
         "references": lambda: references(lab, plans or out),

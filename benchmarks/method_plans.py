@@ -109,7 +109,7 @@ def variants() -> Iterator[Variant]:
     for name, learned in LEARNED.items():
         yield Variant(f"whole, {name}", whole, like="whole", learned=learned)
     yield Variant("whole, tokens compared", whole.changed(metric="x"))
-    for share in (0.0, 0.4):
+    for share in (0.0, 0.8):
         yield Variant(f"whole, rehearsal {share}", whole.changed(rehearsal=share))
     yield Variant("whole, 310 steps", whole, {"epochs": 10})
     yield Variant("whole, noise after all blocks at once", whole.changed(noise_at="all"))

@@ -22,7 +22,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "merge": {
         "noise_at": "one", "capacity": "drawn", "noise_scale": "image", "stream_norm": False, "beta": 0.5,
-        "score_norm": True, "objective": "kl", "how": "merge", "rehearsal": 0.4,  # twice as much with several locations
+        "score_norm": True, "objective": "kl", "how": "merge", "rehearsal": 0.4,
     },
 }  # fmt: skip
 
@@ -75,8 +75,7 @@ class TNT(Config):
         objective: "ce", cross-entropy to the labels (of the CLS head alone on distilled models), or "kl", divergence
             from the unpruned model, which needs no labels.
         rehearsal: Share of the batches in training, drawn, in which there is no noise and tokens go as they do at test
-            time, each time another share of them. With several locations the recipe has twice as much of it: it is for
-            all of them, where noise is for one at a time.
+            time, each time another share of them; at all locations at once, where noise may be at one of them.
     """
 
     how: Literal["drop", "merge"] | None = option(None, "drop what does not stay, or merge it into what does")
@@ -166,8 +165,6 @@ class TNT(Config):
         gaps = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
         if not self.merges:
             gaps["rehearsal"] = 0.0  # nothing is learned from dropping
-        elif "rehearsal" in gaps and len(self.locations) > 1:
-            gaps["rehearsal"] *= 2  # it is for all of them, where noise is for one at a time
         return replace(self, **{**gaps, "how": self.what, "similar_at": self.similar_when})
 
     def noisy(self, depth: int) -> tuple[int, ...]:
