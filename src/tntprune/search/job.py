@@ -52,7 +52,7 @@ class Job:
         self.moves = moves
         self.judge = Judge(space, *found.searched, base)
         self.verifier = Judge(space, *found.held_out, base)
-        self.bar = tqdm(unit="schedule", desc="searching", disable=not progress)
+        self.bar = tqdm(unit=" schedules", desc=f"searching, {clock.left / 60:.1f} min at most", disable=not progress)
         slower = curve.slower() if curve is not None and wanted.timed else None
         self.scout = Scout(space, self.judge, cost, seed, clock, self.bar, slower)
         self.points: list[Point] = []

@@ -42,6 +42,11 @@ class Clock:
         self.end, self.rang = time.monotonic() + seconds, False
         self.stops: list[int] = []  # an entry at the first Ctrl-C or SIGTERM; see `interrupts`
 
+    @property
+    def left(self) -> float:
+        """Seconds until then."""
+        return max(0.0, self.end - time.monotonic())
+
     def over(self, reserve: float = 0.0) -> bool:
         """Whether the time is up, but for what is kept in reserve, in seconds, or was cut short; it is noted if so."""
         self.rang = self.rang or bool(self.stops) or time.monotonic() > self.end - reserve
