@@ -1,6 +1,6 @@
 """The picture in the README: what TNT keeps of scikit-image's sample photos, which are in the public domain.
 
-python benchmarks/pictures.py --weights FILE --reducer runs/results/tnt --out docs/kept.png
+python benchmarks/pictures.py --weights FILE --reducer runs/pretrained/shipped --out docs/kept.png
 """
 
 from __future__ import annotations
