@@ -120,7 +120,8 @@ def test_no_path_of_this_machine_is_shared(hub, tmp_path):
 def test_a_curve_that_was_measured_is_on_the_card(hub):
     push(reduced(TNT(at=3)), "someone/small", curve=CURVE, license="mit")
     card = hub.repos["someone/small"].commits[hub.repos["someone/small"].branches["main"]]["README.md"].decode()
-    assert "| keep 0.5 (as saved) | 88.8 | 99.0 | 95.5 | 0.001 | 0.50 |" in card and "license: mit" in card
+    assert "| keep 0.5 (as saved) | 88.8 | 99.0 | 95.5 | 1.000 | 0.50 |" in card and "license: mit" in card
+    assert "| agreement % | MMACs |" in card  # millions, of a small model
 
 
 def test_what_cannot_be_pushed_is_refused_before_anything_is_sent(hub, tmp_path):
