@@ -2,9 +2,9 @@
 
 python benchmarks/pretrained.py --data ../shared/data --out runs/pretrained
 
-They are trained by `tntprune train` on the 1,000 calibration photos; the options are those that docs/method.md chose
-on splits of these, with a scorer for each of the first blocks. `imagenet-val-1300` is looked at once, at the end, to
-report. The training is kept in its folder, so that it resumes where it stopped.
+They are trained by `tntprune train` on the 1,000 calibration photos, with the defaults that docs/method.md chose on
+splits of these, but for a scorer for each of the first five blocks and five times as many epochs. `imagenet-val-1300`
+is looked at once, at the end, to report. The training is kept in its folder, so that it resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ In {minutes:.0f} minutes, on 1,000 photos (the NIPS 2017 development set, CC BY 
 {command}
 ```
 
-Every batch teaches one of five blocks, so that it takes longer than a training of your own for one place, which has two
-epochs by default. The options were chosen on splits of the same photos, as told in [losing less](method.md).
+Every batch teaches one of five blocks, so that each has as many steps as a training of your own for one place, which
+has two epochs by default. All else is the default, chosen on splits of the same photos: [losing less](method.md).
 """
 
 

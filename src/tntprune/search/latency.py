@@ -38,6 +38,7 @@ STRIDES = (1, 2, 4, 8, 16, 32)  # from one number of tokens to the next, the fir
 TILE = 16  # matrix kernels work on so many rows at a time: both sides of each multiple are always measured
 TOGETHER = 16  # calls that take turns with the unpruned model
 BLOCKS, WHOLE = 0.5, 0.3  # of the time are for the blocks on their own, and for whole models
+ENOUGH = 100  # rounds of whole models, where they are fast
 REPEATS = 4  # of a step, which is short, in one call
 Call = Callable[[], Any]
 
@@ -239,7 +240,7 @@ def _in_a_model(
             with suppress(UsageError):
                 tried.append(single(config, tuple(blocks), falling, 0))
     models = [reduce_(twin_of(base), one) for one in (Random(at=0, tokens=patches), *tried)]  # the first drops nothing
-    timer.rounds = max(timer.rounds, int(WHOLE * timer.seconds / (timer.once * len(models))))
+    timer.rounds = max(timer.rounds, min(ENOUGH, int(WHOLE * timer.seconds / (timer.once * len(models)))))
     shares = timer.shares("timing whole reduced models", [partial(model, images) for model in models])
     parts = [curve.split(one) for one in tried]
     whole = curve.unpruned / curve.scale
