@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from tntprune import ATS, TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, ZeroTPrune, reduce_
 from tntprune.attention import Heads
+from tntprune.bench.clock import keep_memory
 from tntprune.config import Config
 from tntprune.environment import stamp
 from tntprune.methods.base import Method
@@ -97,6 +98,7 @@ def cost(model: nn.Module, config: Config, images: torch.Tensor, rounds: int) ->
     reduce_(model, config)
     method = reduction_of(model)
     oracle = beside(model, Slicing)
+    keep_memory(images.device)
     shares, totals, ratios = [], [], []
     for number in range(rounds + 2):  # two to warm up
         seconds = {}
