@@ -99,20 +99,21 @@ def variants() -> Iterator[Variant]:
         yield Variant(f"learning rate {rate}", single, {"lr": rate})
     for epochs in (2, 3, 6, 10):
         yield Variant(f"{31 * epochs} steps", single, {"epochs": epochs})
-    yield Variant("whole", whole)
+    short = {"epochs": 4}  # 124 steps, as after one block; the default of all blocks is "whole, 310 steps"
+    yield Variant("whole", whole, short)
     for name, changes in {
         "whole, no relevance": {"relevance": 0.0}, "whole, relevance 1": {"relevance": 1.0},
         "whole, no crowding": {"crowding": 0.0}, "whole, crowding 0.5": {"crowding": 0.5},
         "whole, sizes do not count": {"proportional": False},
     }.items():  # fmt: skip
-        yield Variant(name, whole, changes=changes, like="whole")
+        yield Variant(name, whole, short, changes=changes, like="whole")
     for name, learned in LEARNED.items():
-        yield Variant(f"whole, {name}", whole, like="whole", learned=learned)
-    yield Variant("whole, tokens compared", whole.changed(metric="x"))
+        yield Variant(f"whole, {name}", whole, short, like="whole", learned=learned)
+    yield Variant("whole, tokens compared", whole.changed(metric="x"), short)
     for share in (0.0, 0.8):
-        yield Variant(f"whole, rehearsal {share}", whole.changed(rehearsal=share))
+        yield Variant(f"whole, rehearsal {share}", whole.changed(rehearsal=share), short)
     yield Variant("whole, 310 steps", whole, {"epochs": 10})
-    yield Variant("whole, noise after all blocks at once", whole.changed(noise_at="all"))
+    yield Variant("whole, noise after all blocks at once", whole.changed(noise_at="all"), short)
 
 
 def efforts() -> Iterator[tuple[Variant, int]]:

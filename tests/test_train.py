@@ -133,6 +133,20 @@ def test_without_epochs_few_photos_come_again_until_there_are_enough_steps(monke
     assert steps == list(range(1, 10))
 
 
+@pytest.mark.parametrize("others", [(), (Random(at=5, keep=0.4),)], ids=["alone", "combined"])
+def test_where_many_blocks_learn_there_are_more_steps(monkeypatch, others):
+    monkeypatch.setattr("tntprune.training.STEPS", 6)
+    monkeypatch.setattr("tntprune.training.TOGETHER", 2)
+    lengths = {}
+    for blocks in ((2,), (1, 2), (1, 2, 3, 4)):
+        model = reduce_(make("plain"), TNT(at=blocks, keep=0.5), *others)
+        source = TensorSource(images_for(model), None, 2, 0)
+        steps = []
+        fit(model, source, Training(batch_size=2), after=lambda step, *_, s=steps: s.append(step), progress=False)
+        lengths[blocks] = len(steps)
+    assert lengths == {(2,): 6, (1, 2): 6, (1, 2, 3, 4): 12}
+
+
 def test_where_one_block_is_noisy_its_scorer_alone_gets_gradients():
     model = reduced(noise_at="one", noise_blocks=(2, 4), at=2)
     learning = []

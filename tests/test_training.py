@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tntprune import ATS, TNT, AViT, DynamicViT, EViT, Random, UsageError
 from tntprune.augment import AUTHORS, LIGHT
 from tntprune.recipes import Recipe, changed, published, scratch, short
-from tntprune.training import MAX_PARTS, MAX_SEED, STEPS, Training
+from tntprune.training import MAX_PARTS, MAX_SEED, STEPS, TOGETHER, Training
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,15 @@ def test_few_photos_come_as_often_as_many_steps_need(steps):
     passes = Training().passes(steps)
     assert passes * steps >= STEPS > (passes - 1) * steps
     assert Training(epochs=7).passes(steps) == 7
+
+
+@given(st.integers(1, 10_000), st.integers(1, 50))
+def test_each_of_many_blocks_gets_steps_of_its_own(steps, learners):
+    wanted = max(STEPS, STEPS * learners // TOGETHER)
+    passes = Training().passes(steps, learners)
+    assert passes * steps >= wanted > (passes - 1) * steps
+    assert Training(epochs=7).passes(steps, learners) == 7
+    assert Training(unfreeze="norms").passes(steps, learners) == Training().passes(steps)  # they learn nothing then
 
 
 # Recipes

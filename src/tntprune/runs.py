@@ -94,7 +94,8 @@ def train_run(
     if training.parts is None:
         training = replace(training, parts=held.get("parts"))
     if training.epochs is None:
-        training = replace(training, epochs=held.get("epochs", training.passes(source.per_epoch)))
+        epochs = training.passes(source.per_epoch, reduction_of(model).learners)
+        training = replace(training, epochs=held.get("epochs", epochs))
     training = training.among(world.size)
     options["training"] |= {"parts": training.parts, "epochs": training.epochs}
     run = None

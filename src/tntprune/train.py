@@ -54,8 +54,9 @@ def fit(
     Raises:
         UserError: the loss is not finite.
     """
-    total = training.passes(source.per_epoch) * source.per_epoch
-    training = replace(training, epochs=training.passes(source.per_epoch))
+    epochs = training.passes(source.per_epoch, reduction_of(model).learners)
+    total = epochs * source.per_epoch
+    training = replace(training, epochs=epochs)
     devices = [device_of(model)] if device_of(model).type == "cuda" else []
     with (
         learning(model, training.backbone_lr > 0, training.unfreeze),

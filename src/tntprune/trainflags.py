@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 FLAGS: dict[str, tuple[Any, str, str, str]] = {  # type, what stands for a value, what it is, the default as it is told
-    "epochs": (int, "INT", "passes over the photos", "as many as make at least 120 steps"),
+    "epochs": (int, "INT", "passes over the photos", "as many as make 120 steps, or 24 a block that learns"),
     "batch_size": (int, "INT", "photos a step, over all processes", "16"),
     "parts": (int, "INT", "of a batch, worked through one by one or by several processes", "one a process"),
     "lr": (float, "FLOAT", "peak learning rate", "0.01"),

@@ -14,6 +14,7 @@ RATES = {"all": 3e-5, "head": 1e-3, "norms": 1e-3, "lowrank": 1e-3}  # of what i
 RATE = 0.01  # of what the method learns
 RANK = 8
 STEPS = 120  # that a training makes at least, in whole epochs, if no number of these is given
+TOGETHER = 5  # blocks that can learn in so many steps; with more of them it takes as many more
 MAX_SEED = 2**32 - 1  # times a million and the step's number it is still below 2**53
 MAX_PARTS = 512  # and with a part's number above that, it fits torch's 64 bits
 
@@ -35,8 +36,8 @@ class Training:
     """How to train. AdamW with linear warm-up and a cosine, step by step, all timm's.
 
     Args:
-        epochs: Passes over the data. None: as many as make at least `STEPS` steps, whatever the batch size; a resumed
-            training goes on with as many as it began with.
+        epochs: Passes over the data. None: as many as make at least `STEPS` steps, whatever the batch size, and more
+            where more than `TOGETHER` blocks learn; a resumed training goes on with as many as it began with.
         batch_size: Images a step, over all processes.
         parts: Equal parts that a step's batch is worked through in, one after another or by several processes at the
             same time, with the same result. None: as many as there are processes. More parts need less memory; what is
@@ -169,9 +170,17 @@ class Training:
             raise UsageError(f"parts={parts}: expected a multiple of the {processes} processes that train together")
         return replace(self, parts=parts)
 
-    def passes(self, steps: int) -> int:
-        """How many epochs, over data that takes so many steps each time."""
-        return -(-STEPS // steps) if self.epochs is None else self.epochs
+    def passes(self, steps: int, learners: int = 1) -> int:
+        """How many epochs.
+
+        Args:
+            steps: In one of them.
+            learners: Blocks at which something is learned, each from a part of the steps.
+        """
+        if self.epochs is not None:
+            return self.epochs
+        wanted = STEPS if self.unfreeze else max(STEPS, STEPS * learners // TOGETHER)
+        return -(-wanted // steps)
 
     def seed_of(self, step: int, part: int) -> int:
         """What one part of one step draws from, whoever works it through."""

@@ -67,6 +67,7 @@ class Method(nn.Module):
     ce: float = 1.0  # weights of the losses in training: cross-entropy to the labels,
     kl: float = 0.0  # divergence from the unpruned model
     needs_teacher = False  # whether `penalty` looks at the unpruned model's tokens
+    learners = 1  # blocks at which something is learned, each from a part of the steps
     trained: float = 1.0  # share of a training that is over; set by the trainer
 
     def __init__(self, config: Config, layout: Layout) -> None:

@@ -35,6 +35,7 @@ class Combined(Method):
         if self.learner is not None:
             own = modules[self.learner]
             self.ce, self.kl, self.needs_teacher = own.ce, own.kl, own.needs_teacher
+            self.learners = own.learners
 
     def _schedule(self, patches: int) -> Plan:
         return {step.place: step for step in schedule(self.config.parts, patches, self.layout.depth)}

@@ -80,6 +80,7 @@ class TrainingNoise(Method):
                     f"at={at}: no scorer there, because noise is learned at blocks {' '.join(map(str, blocks))}; "
                     f"expected one of these, or noise_blocks with {at} among them"
                 )
+        self.learners = len(blocks)
         width = layout.embed_dim
         hidden = (config.hidden or 2 * width,) if config.scorer == "mlp" else ()
         generator = torch.Generator().manual_seed(0)
