@@ -16,6 +16,7 @@ from tntprune.search.space import Space
 
 ROUNDS = (1 / 8, 3 / 8, 1.0)  # shares of the photos
 SURVIVORS = 1 / 3  # of each round
+SPARE = 2.0  # times the last schedule's pace, for what is left to verify: schedules that need no search take longer
 
 
 @dataclass
@@ -107,7 +108,7 @@ class Scout:
         """Whether there is no time for more, or somebody does not want to wait."""
         if self.clock.stops:
             self.bar.set_description_str("interrupted: verifying the best so far (Ctrl-C again stops at once)")
-        return self.clock.over(self.pace * self.after)
+        return self.clock.over(SPARE * self.pace * self.after)
 
     def ask(self, tried: Tried, upto: int | None = None, rival: Answers | None = None) -> None:
         """Let a schedule answer more photos."""
