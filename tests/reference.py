@@ -7,6 +7,21 @@ import math
 import torch
 import torch.nn.functional as F
 
+from tntprune.backbones.base import tower_of
+from tntprune.backbones.blocks import Inside
+
+
+def first_half(model, number: int, x: torch.Tensor, places=None, bias: torch.Tensor | None = None):
+    """The tokens that leave one block's attention, with the residual, and its heads."""
+    inside, tower = Inside(bias=bias), tower_of(model)
+    out = tower.opened(number).attention_half(x, inside, **tower.context(number, places, True))
+    return out, inside.heads
+
+
+def in_halves(model, number: int, x: torch.Tensor, places=None, bias: torch.Tensor | None = None):
+    """The tokens that leave one block, which is run half by half."""
+    return tower_of(model).opened(number).mlp_half(first_half(model, number, x, places, bias)[0])
+
 
 def layer_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """One token, (D,)."""

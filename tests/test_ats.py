@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import tntprune
 from conftest import make, photos_for
+from reference import first_half
 from tntprune.config import ATS
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.ats import drawn, pad
@@ -43,10 +44,8 @@ def walk_by_loops(model, images):
     for image in images:
         x, index, own = model.embed(image[None])[0], list(range(method.layout.patches)), {}
         for number in range(1, len(model.blocks) + 1):
-            halves = model.halves(number, None)
-            heads = halves.open(x, None)
+            inner, heads = first_half(model, number, x)
             attention = (heads.query @ heads.key.transpose(-1, -2) * heads.scale).softmax(-1)
-            inner = halves.close(x, attention @ heads.value)
             step = method.plan(method.layout.patches).get(Place(number, inside=True))
             if step is not None:
                 score = []
@@ -58,7 +57,7 @@ def walk_by_loops(model, images):
                 inner = torch.cat([inner[:, :prefix], inner[:, [prefix + i for i in stay]]], 1)
                 index = [index[i] for i in stay]
                 own[number] = index
-            x = halves.mlp(inner)
+            x = model.opened(number).mlp_half(inner)
         outs.append(x[0])
         kept.append(own)
     return outs, kept
@@ -206,7 +205,7 @@ def test_tokens_that_were_merged_before_keep_their_size():
     size = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) + 1
     size[:, 10:20] = 0  # padding that was there before
     tokens = replace(tokens, size=size, index=tokens.index.where(size > 0, -1))
-    heads = model.halves(2, None).open(tokens.x, method.bias(tokens, 2))
+    heads = first_half(model, 2, tokens.x, None, method.bias(tokens, 2))[1]
     out = method(tokens, Place(2, inside=True), method.plan(64), heads)
     there = out.index >= 0
     assert 0 < there.sum(1).min() < there.sum(1).max() == out.count

@@ -10,6 +10,7 @@ from timm.models.vision_transformer import ParallelScalingBlock, VisionTransform
 
 import tntprune
 from conftest import SMALL, make, photos_for
+from reference import in_halves
 from tntprune import Random, TopK, UserError, reduce_
 from tntprune.attention import Heads, log_size
 from tntprune.backbones.base import find_backbone
@@ -19,10 +20,9 @@ def opened(model):
     """The blocks of a reduced model: what the halves of each give, and what it gives whole."""
     x, places = model.embed(photos_for(model))
     for number in range(1, len(model.blocks) + 1):
-        halves = model.halves(number, places)
-        out, halved = halves.open(x, None).output(), model.whole(number, x, places)
-        yield halves.mlp(halves.close(x, out)), halved
-        x = halved
+        whole = model.run(number, x, places)
+        yield in_halves(model, number, x, places), whole
+        x = whole
 
 
 def test_the_halves_of_a_block_are_the_block_bit_for_bit(model):
@@ -55,8 +55,7 @@ def test_a_bias_is_what_timm_calls_a_mask(model):
                 whole = block(x, shared_rel_pos_bias=bias)
             else:
                 whole = block(x, attn_mask=bias)
-            halves = model.halves(number, places)
-            halved = halves.mlp(halves.close(x, halves.open(x, bias).output()))
+            halved = in_halves(model, number, x, places, bias)
             torch.testing.assert_close(halved, whole, atol=1e-5, rtol=1e-5)
             x = whole
 
@@ -107,7 +106,12 @@ def test_only_blocks_that_somebody_looks_into_are_opened(monkeypatch):
     model = reduce_(make("plain"), TopK(at=(2, 4), keep=0.7))
     whole = []
     for number, block in enumerate(model.blocks, 1):
-        block.register_forward_hook(lambda module, args, out, number=number: whole.append(number))
+
+        def see(module, args, kwargs, number=number):
+            if "inside" not in kwargs:
+                whole.append(number)
+
+        block.register_forward_pre_hook(see, with_kwargs=True)
     with torch.inference_mode():
         model(photos_for(model))
     assert whole == [1, 3, 5, 6]

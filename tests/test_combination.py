@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from conftest import make, photos_for
+from reference import first_half
 from tntprune import (
     ATS,
     TNT,
@@ -69,14 +70,13 @@ def test_a_combination_is_one_after_the_other(kind, configs):
             tokens = part(tokens, places[0], plan)
         for number in range(1, len(model.blocks) + 1):
             bias = next((b for b in (part.bias(tokens, number) for part in apart) if b is not None), None)
-            halves = model.halves(number, None)
-            heads = halves.open(tokens.x, bias)
+            x, heads = first_half(model, number, tokens.x, None, bias)
             if any(part.sees(number, plan) == "map" for part, plan in zip(apart, plans)):
                 heads = Heads(**{**vars(heads), "attention": heads.map()})
-            tokens = replace(tokens, x=halves.close(tokens.x, heads.output()))
+            tokens = replace(tokens, x=x)
             for part, plan in zip(apart, plans):
                 tokens = part(tokens, Place(number, True), plan, heads)
-            tokens = replace(tokens, x=halves.mlp(tokens.x))
+            tokens = replace(tokens, x=model.opened(number).mlp_half(tokens.x))
             for part, plan in zip(apart, plans):
                 tokens = part(tokens, Place(number), plan, heads)
         expected = model.classify(replace(tokens, x=model.norm(tokens.x)))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import make, photos_for
+from reference import first_half
 from test_topk import attended
 from tntprune import EViT, UsageError, record, reduce_
 from tntprune.reduce import reduction_of
@@ -118,7 +119,7 @@ def test_weights_of_the_fused_token_sum_to_one_only_if_asked():
         reduce_(model, EViT(at=2, keep=0.5, normalise=normalise))
         with torch.no_grad():
             x = torch.ones(1, 65, 32) + torch.randn(1, 65, 32, generator=torch.Generator().manual_seed(0)) * 1e-3
-            heads = model.halves(2, None).open(x, None)
+            heads = first_half(model, 2, x)[1]
             tokens = start(x, 1)
             out = reduction_of(model)(tokens, Place(2, True), reduction_of(model).plan(64), heads)
         sums[normalise] = float(out.x[0, -1].mean())

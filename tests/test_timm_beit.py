@@ -10,6 +10,7 @@ import torch
 from timm.models.beit import Beit
 
 from conftest import SMALL, make, photos_for
+from reference import first_half, in_halves
 from tntprune import TNT, Random, ToMe, UserError, macs, record, reduce_
 from tntprune.attention import log_size
 from tntprune.backbones.base import find_backbone
@@ -72,9 +73,8 @@ def test_halves_of_every_kind_are_the_block_bit_for_bit(beit):
         reduce_(beit, Random(at=2))
         x, places = beit.embed(images)
         for number in range(1, 7):
-            halves = beit.halves(number, places)
-            halved = halves.mlp(halves.close(x, halves.open(x, None).output()))
-            assert torch.equal(halved, beit.whole(number, x, places))
+            halved = in_halves(beit, number, x, places)
+            assert torch.equal(halved, beit.run(number, x, places))
             x = halved
         assert torch.equal(beit.norm(x), expected)
 
@@ -93,9 +93,9 @@ def test_any_tokens_have_the_bias_of_their_pairs(beit, fused):
         if places is not None:
             places = beit.placed(places, index)
         for number in (1, 4):
-            found, halves, block = beit.whole(number, x, places), beit.halves(number, places), plain(beit, number)
-            heads = halves.open(x, bias)
-            weighed = halves.mlp(halves.close(x, heads.output()))
+            found, block = beit.run(number, x, places), plain(beit, number)
+            heads = first_half(beit, number, x, places, bias)[1]
+            weighed = in_halves(beit, number, x, places, bias)
             torch.testing.assert_close(heads.rows(2), heads.map()[:, :, :2])
             for i in range(3):
                 own, only = bias_of(beit, number, index[i].tolist()), slice(i, i + 1)

@@ -14,6 +14,7 @@ from torch import nn
 
 import tntprune
 from conftest import SMALL, make, photos_for
+from reference import first_half, in_halves
 from tntprune import TNT, EViT, Random, ToMe, UserError, macs, record, reduce_
 from tntprune.backbones.base import find_backbone
 from tntprune.models import shape_of
@@ -76,9 +77,8 @@ def test_halves_of_every_kind_are_the_block_bit_for_bit(eva):
         reduce_(eva, Random(at=2))
         x, places = eva.embed(images)
         for number in range(1, 7):
-            halves = eva.halves(number, places)
-            halved = halves.mlp(halves.close(x, halves.open(x, None).output()))
-            assert torch.equal(halved, eva.whole(number, x, places))
+            halved = in_halves(eva, number, x, places)
+            assert torch.equal(halved, eva.run(number, x, places))
             x = halved
         assert torch.equal(eva.norm(x), expected)
 
@@ -114,9 +114,8 @@ def test_any_order_and_tokens_without_a_place(kind):
         _, everywhere = model.embed(photos_for(model))
         places = model.placed(everywhere, index)
         for number, block in enumerate(model.blocks):
-            found = model.whole(number + 1, x, places)
-            halves = model.halves(number + 1, places)
-            assert torch.equal(halves.mlp(halves.close(x, halves.open(x, None).output())), found)
+            found = model.run(number + 1, x, places)
+            assert torch.equal(in_halves(model, number + 1, x, places), found)
             for i in range(3):
                 alone = block(x[i : i + 1], rope=rope_at(rope, number, index[i]))
                 torch.testing.assert_close(found[i : i + 1], alone, atol=1e-5, rtol=1e-5)
@@ -128,7 +127,7 @@ def test_each_query_and_key_is_turned_by_hand():
     block, index = model.blocks[2], torch.tensor([[5, 63, 0]])
     x = torch.randn(1, 5 + 3, 32, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        heads = model.halves(3, model.placed(model.embed(photos_for(model))[1], index)).open(x, None)
+        heads = first_half(model, 3, x, model.placed(model.embed(photos_for(model))[1], index))[1]
         plain = block.attn.qkv(block.norm1(x)).reshape(8, 3, 4, 8)
     assert torch.equal(heads.key[0, :, :5], plain[:5, 1].transpose(0, 1))  # prefix tokens are not turned
     for row, place in enumerate(index[0].tolist()):

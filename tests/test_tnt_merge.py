@@ -10,7 +10,7 @@ import torch
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 
 from conftest import SMALL, make, photos_for
-from reference import chosen, cosine, folded, score
+from reference import chosen, cosine, first_half, folded, score
 from tntprune import ATS, TNT, ToMe, UsageError, UserError, load_, macs, reduce_, save
 from tntprune.reduce import reduction_of
 from tntprune.schedule import Place
@@ -41,7 +41,7 @@ def test_the_step_is_what_loops_say(metric, options):
     method = reduction_of(model)
     size = torch.randint(1, 5, (2, 64), generator=torch.Generator().manual_seed(2)).float()
     tokens = replace(start(model.embed(photos_for(model, 2))[0], 2), size=size)
-    heads = model.halves(2, None).open(tokens.x, None)
+    heads = first_half(model, 2, tokens.x)[1]
     out = method(tokens, Place(2, inside=True), method.plan(64), heads)
     for b in range(2):
         x = tokens.x[b, 2:]

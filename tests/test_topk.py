@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from conftest import make, photos_for
+from reference import first_half
 from tntprune import TopK, record, reduce_
 from tntprune.methods.topk import received
 from tntprune.reduce import reduction_of
@@ -66,7 +67,7 @@ def test_it_is_what_loops_give(kind, rows, inside):
 def test_scores_are_shares_of_attention():
     model = reduce_(make("distilled"), TopK(at=1))
     with torch.inference_mode():
-        heads = model.halves(1, None).open(model.embed(photos_for(model))[0], None)
+        heads = first_half(model, 1, model.embed(photos_for(model))[0])[1]
         score = received(heads, 2, 2)
     assert score.dtype == torch.float32 and (score > 0).all() and (score.sum(1) < 1).all()
 

@@ -182,7 +182,7 @@ def test_a_block_for_prefix_tokens_alone_gives_what_the_whole_one_gives(kind):
     prefix = model.num_prefix_tokens
     with torch.inference_mode():
         tokens, places = model.enter(photos_for(model))
-        whole = model.whole(4, tokens.x, places)[:, :prefix]
+        whole = model.run(4, tokens.x, places)[:, :prefix]
         torch.testing.assert_close(model.narrowed(tokens, 4, places).x, whole, rtol=1e-5, atol=1e-6)
 
 

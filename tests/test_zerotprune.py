@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tntprune
 from conftest import make, photos_for
+from reference import first_half
 from tntprune.config import ZeroTPrune
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.zerotprune import over_heads, votes, without_similar
@@ -77,10 +78,9 @@ def walk_by_loops(model, images):
         x = model.embed(image[None])[0]
         index = list(range(method.layout.patches))
         for number in range(1, len(model.blocks) + 1):
-            halves = model.halves(number, None)
-            heads = halves.open(x, None)
+            inner, heads = first_half(model, number, x)
             graphs = (heads.query @ heads.key.transpose(-1, -2) * heads.scale).softmax(-1)
-            x = halves.mlp(halves.close(x, graphs @ heads.value))
+            x = model.opened(number).mlp_half(inner)
             step = plan.get(Place(number))
             if step is None:
                 continue

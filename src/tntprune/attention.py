@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +21,8 @@ class Heads:
         bias: (B, 1, 1, n), added to the logits of each key, or (B, heads, n, n) or less, of each pair; or None.
         attention: (B, heads, n, n), the attention map, where a method works on the whole of it; else None.
         fused: Whether the output may come from fused attention.
-        dropout: Of the attention map.
+        dropout: Of the attention map, where attention is fused.
+        drop: What is done to the attention map where it is not: the model's own dropout module; None for nothing.
     """
 
     query: torch.Tensor
@@ -31,6 +33,7 @@ class Heads:
     attention: torch.Tensor | None = None
     fused: bool = True
     dropout: float = 0.0
+    drop: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def first(self, count: int) -> Heads:
         """The same for the queries of the first tokens alone; the keys are still all there."""
@@ -59,7 +62,7 @@ class Heads:
             return F.scaled_dot_product_attention(
                 self.query, self.key, self.value, attn_mask=bias, dropout_p=self.dropout, scale=self.scale
             )
-        attention = F.dropout(self.map(), self.dropout, self.dropout > 0)
+        attention = self.map() if self.drop is None else self.drop(self.map())
         return attention.to(self.value.dtype) @ self.value
 
 

@@ -17,7 +17,7 @@ from tntprune.errors import UsageError, UserError
 from tntprune.fingerprint import identity, warn_of_others
 from tntprune.hub import download
 from tntprune.plan import is_plan, read_plan
-from tntprune.reduce import base_of, inherit, missing_in, reduce_, reduction_of
+from tntprune.reduce import base_of, inherit, missing_in, reduce_, reduction_of, with_dimension
 from tntprune.shipped import SHIPPED, find_shipped
 from tntprune.storage import make_folder, packed, read_metadata, read_weights, write
 
@@ -192,6 +192,7 @@ def read(
         raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
     tensors = read_plan(path).learned if is_plan(path) else read_weights(path)
     tensors.pop(EMPTY, None)
+    tensors = {name: with_dimension(value) for name, value in tensors.items()}
     return from_dict(_parse(path, about["config"])), tensors, path
 
 

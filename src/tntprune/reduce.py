@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tntprune.backbones.base import find_backbone, tower_of
+from tntprune.backbones.base import find_backbone, kind_of, tower_of
 from tntprune.backbones.reduced import Reduced
+from tntprune.backbones.swapping import obstacle_in, parts_of, running_device, swap, swap_back
 from tntprune.config import METHODS, Combination, Config
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.base import Method, implementation
@@ -59,14 +60,14 @@ def reduce_(model: Model, config: Config | str | Path, *more: Config, **changes:
     for part in given:
         if reason := implementation(type(part)).obstacle(layout, part):
             raise UserError(f"{part.method} cannot be applied here: {reason}")
+    if reason := obstacle_in(model, backbone):
+        raise UserError(f"this {type(model).__name__} cannot be reduced: {reason}")
     if more:
         config = Combination(parts=given)
     kind = implementation(type(config))
     method = kind(config, layout).train(tower.training)
-    method.to(next(tower.parameters()).device)
-    for part in (tower, model):
-        part.__class__ = backbone.swaps.get(type(part), type(part))
-    tower.reduction = method
+    tower.reduction = method.to(running_device(tower))
+    swap(model, backbone)
     return model
 
 
@@ -80,10 +81,11 @@ def restore_(model: Model) -> Model:
         raise UserError("a compiled model cannot be restored; restore the model that was compiled")
     tower: Any = tower_of(model)
     if is_reduced(model):
+        backbone = find_backbone(model)
+        if kind_of(tower) is not type(tower):
+            raise UserError("a model sharded by fully_shard cannot be restored; restore it before it is sharded")
+        swap_back(model, backbone)
         del tower.reduction
-        plain: Any = {reduced: kind for kind, reduced in find_backbone(model).swaps.items()}
-        for part in (tower, model):
-            part.__class__ = plain.get(type(part), type(part))
     return model
 
 
@@ -94,19 +96,18 @@ def base_of(model: Model) -> Model:
 
 def twin_of(model: Model) -> Model:
     """The same model as a second object that shares every weight with the first, to put another reduction on."""
-    tower = tower_of(model)
-    path = next(name for name, module in model.named_modules() if module is tower)
-    twin: Model = _twin(model)
-    inner: Any = twin
-    for name in path.split(".") if path else []:  # what lies on the way to the tower is a second object too
-        inner._modules[name] = inner = _twin(inner._modules[name])
-    return twin
+    own = set(parts_of(model, find_backbone(model)))  # the modules whose classes a reduction swaps
 
+    def doubled(module: Any) -> Any:
+        """Copy the module if it is one of those, or holds one of them."""
+        inner = {name: doubled(child) for name, child in module._modules.items() if child is not None}
+        if module not in own and all(inner[name] is module._modules[name] for name in inner):
+            return module
+        twin = copy.copy(module)
+        twin._modules = {**module._modules, **inner}
+        return twin
 
-def _twin(module: Any) -> Any:
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    return twin
+    return doubled(model)  # type: ignore[no-any-return]
 
 
 def is_reduced(model: nn.Module) -> bool:
@@ -160,9 +161,14 @@ def inherit(method: Method, learned: dict[str, torch.Tensor]) -> None:
     wanted = method.state_dict()
     if missing := missing_in(learned, wanted):
         raise UserError(f"what was learned {missing}")
-    method.load_state_dict({name: learned[name] for name in wanted})
+    method.load_state_dict({name: with_dimension(learned[name]) for name in wanted})
+
+
+def with_dimension(value: torch.Tensor) -> torch.Tensor:
+    """Give a single number one dimension. Earlier files have none; FSDP2 shards no tensor without one."""
+    return value.reshape(1) if value.ndim == 0 else value
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's weights lie."""
-    return next(model.parameters()).device
+    """Return the device on which a model runs."""
+    return running_device(model)

@@ -66,15 +66,24 @@ class Backbone(ABC):
     Args:
         swaps: Each class whose tokens can be reduced, to the static subclass that it takes on; and each holder that
             has to do something differently too.
+        opened: Each class of a block and of an attention, to the static subclass in which a reduction can act.
         holders: Classes of models that have such a one inside, to the dotted name under which it is there.
     """
 
     swaps: ClassVar[dict[type[nn.Module], type[nn.Module]]]
+    opened: ClassVar[dict[type[nn.Module], type[nn.Module]]]
     holders: ClassVar[dict[type[nn.Module], str]] = {}
 
     def knows(self, model: nn.Module) -> bool:
         """Whether this adapter is for such a model, reduced or not."""
-        return any(type(model) in classes for classes in (self.swaps, self.swaps.values(), self.holders))
+        kind = kind_of(model)
+        return any(kind in classes for classes in (self.swaps, self.swaps.values(), self.holders))
+
+    def plain(self, module: nn.Module) -> type[nn.Module]:
+        """Return the class that a module has, or had before a reduction swapped it."""
+        kind = kind_of(module)
+        back = {new: old for classes in (self.swaps, self.opened) for old, new in classes.items()}
+        return back.get(kind, kind)
 
     def tower(self, model: nn.Module) -> nn.Module:
         """The module whose tokens are reduced: the model itself, or the part of it that sees the images."""
@@ -117,8 +126,16 @@ class Backbone(ABC):
             UserError: the model takes no images of that size.
         """
         tower: Any = self.tower(model)
-        kind: Any = self.swaps.get(type(tower), type(tower))  # the reduced class knows it, and asks only the modules
+        kind: Any = self.swaps.get(kind_of(tower), kind_of(tower))  # the reduced class knows it
         return kind.grid(tower, images)  # type: ignore[no-any-return]
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class, or the one that it had before FSDP2 sharded it."""
+    sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if sharded is not None and isinstance(module, sharded):
+        return type(module).__mro__[2]  # FSDP2 makes a class of its own, and of this one
+    return type(module)
 
 
 def find_backbone(model: nn.Module) -> Backbone:

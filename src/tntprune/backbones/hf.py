@@ -6,21 +6,71 @@ of a saved config, and in its pipelines.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 
 from tntprune.attention import Heads
 from tntprune.backbones.base import tower_of
-from tntprune.backbones.hf_anatomy import Anatomy
-from tntprune.backbones.reduced import Halves, Reduced, Visit
+from tntprune.backbones.blocks import Inside, OpenBlock
+from tntprune.backbones.hf_anatomy import Anatomy, Parts
+from tntprune.backbones.reduced import Reduced, Visit
 from tntprune.checkpoint import save
 from tntprune.errors import UserError
 from tntprune.reduce import base_of
 from tntprune.tokens import Tokens
+
+
+class OpenLayer(OpenBlock):
+    """A layer of transformers with a reduction inside it."""
+
+    @staticmethod
+    def parts(block: Any) -> Parts:
+        """Return the layer's parts under the names that all families share."""
+        raise NotImplementedError
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Leave `forward` as it is here: transformers wraps it to checkpoint the layer, which the walk does itself."""
+        super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__:
+            del cls.forward
+
+    def attention_half(self, x: torch.Tensor, inside: Inside, **context: Any) -> torch.Tensor:
+        parts = self.parts(self)
+        return inside.asking(x) + parts.join(parts.attention(parts.norm(x), inside=inside)[0])
+
+    def mlp_half(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.parts(self)
+        return x + parts.mlp_join(parts.mlp(parts.mlp_norm(x)))
+
+
+class OpenAttention:
+    """An attention of transformers that a reduction can look at."""
+
+    names: ClassVar[tuple[str, str, str]] = ("o_proj", "scaling", "attention_dropout")  # of the last projection, ...
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, *args: Any, inside: Inside | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the attention: as the plain class does, or shown to a reduction."""
+        if inside is None:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        project, scale, dropout = (getattr(self, name) for name in self.names)
+        query, key, value = (
+            layer(hidden_states).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, n, head_dim)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        rate = dropout if self.training else 0.0
+        heads = Heads(
+            query, key, value, scale, inside.bias, fused=self.config._attn_implementation != "eager", dropout=rate,
+            drop=partial(F.dropout, p=rate) if rate else None,
+        )  # fmt: skip
+        return project(inside.attend(heads).transpose(1, 2).flatten(2)), None
 
 
 class ReducedModel:
@@ -76,35 +126,16 @@ class ReducedTower(ReducedModel, Reduced):
     def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
         return self.embeddings(images, **(options or self.anatomy.options(self, images))), None
 
-    def whole(self, number: int, x: torch.Tensor, places: Any) -> torch.Tensor:
-        # not the layer's own __call__, which would checkpoint what the walk checkpoints already
-        return nn.Module.__call__(self.blocks[number - 1], x, None)  # type: ignore[no-any-return]
-
-    def halves(self, number: int, places: Any) -> Halves:
-        parts = self.anatomy.parts(self.blocks[number - 1])
-        fused = self.config._attn_implementation != "eager"
-
-        def open_(x: torch.Tensor, bias: torch.Tensor | None) -> Heads:
-            x = parts.norm(x)
-            query, key, value = (
-                layer(x).unflatten(2, (-1, parts.head_dim)).transpose(1, 2)  # (B, heads, n, head_dim)
-                for layer in (parts.query, parts.key, parts.value)
-            )
-            return Heads(query, key, value, parts.scale, bias, fused=fused, dropout=parts.dropout)
-
-        def close(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            return x + parts.join(parts.project(out.transpose(1, 2).flatten(2)))
-
-        def mlp(x: torch.Tensor) -> torch.Tensor:
-            return x + parts.mlp_join(parts.mlp(parts.mlp_norm(x)))
-
-        return Halves(open_, close, mlp)
+    def run(self, number: int, x: torch.Tensor, places: Any, inside: Inside | None = None) -> torch.Tensor:
+        if inside is None:
+            return self.blocks[number - 1](x, None)  # type: ignore[no-any-return]
+        return self.blocks[number - 1](x, None, inside=inside)  # type: ignore[no-any-return]
 
     def pooled(self, tokens: Tokens) -> torch.Tensor | None:
         """Tokens that leave `final` to the `pooler_output`, (B, D)."""
         raise NotImplementedError
 
-    def run(
+    def outputs(
         self,
         pixel_values: torch.Tensor,
         masks: tuple[Any, ...] = (),
@@ -136,7 +167,7 @@ class ReducedTower(ReducedModel, Reduced):
         return tokens, out
 
     def check(self, masks: tuple[Any, ...], flags: dict[str, Any]) -> bool:
-        """Refuse what a reduced model cannot do; see `run`.
+        """Refuse what a reduced model cannot do; see `outputs`.
 
         Returns:
             Whether the hidden states are asked for.
@@ -163,8 +194,8 @@ class ReducedTower(ReducedModel, Reduced):
         return bool(wanted)
 
     def answer(self, pixel_values: torch.Tensor, masks: tuple[Any, ...], flags: dict[str, Any], **options: Any) -> Any:
-        """What `forward` returns; see `run`."""
-        return as_asked(self, self.run(pixel_values, masks, flags, **options)[1], flags)
+        """What `forward` returns; see `outputs`."""
+        return as_asked(self, self.outputs(pixel_values, masks, flags, **options)[1], flags)
 
 
 class ReducedPooling(ReducedModel):
@@ -177,7 +208,7 @@ class ReducedPooling(ReducedModel):
 
         Args:
             labels: (B,), for a loss.
-            found: What the tower's `run` gives.
+            found: What the tower's `outputs` gives.
             flags: What else the caller gave.
             **loss: For the loss function.
         """

@@ -38,9 +38,9 @@ class HuggingFace(Backbone):
             wanted = ".".join(map(str, OLDEST))
             return f"transformers {transformers.__version__} (expected {wanted} or newer: pip install -U transformers)"
         for block in self.anatomy.blocks(self.tower(model)):
-            if type(block) not in self.anatomy.layers:
+            if self.plain(block) not in self.anatomy.layers:
                 names = ", ".join(layer.__name__ for layer in self.anatomy.layers)
-                return f"block {type(block).__name__} (supported: {names})"
+                return f"block {self.plain(block).__name__} (supported: {names})"
         return None
 
     def pool(self, model: nn.Module) -> str:

@@ -15,11 +15,10 @@ class Parts(NamedTuple):
 
     Args:
         norm: Before the attention.
+        attention: The module.
         query: The projection to all heads; key and value: the same.
         project: What the heads give, to the width of the tokens.
         head_dim: Of each head.
-        scale: Of the logits.
-        dropout: Of the attention map, in training.
         join: What is done to the attention's output before it is added to the residual.
         mlp_norm: Before the MLP.
         mlp: The MLP.
@@ -27,13 +26,12 @@ class Parts(NamedTuple):
     """
 
     norm: nn.Module
+    attention: nn.Module
     query: nn.Linear
     key: nn.Linear
     value: nn.Linear
     project: nn.Linear
     head_dim: int
-    scale: float
-    dropout: float
     join: Callable[[torch.Tensor], torch.Tensor]
     mlp_norm: nn.Module
     mlp: nn.Module

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.models.clip import modeling_clip as clip
 
 from tntprune.backbones.base import Costs
-from tntprune.backbones.hf import ReducedModel, ReducedPooling, ReducedTower, mean_by_size
+from tntprune.backbones.hf import OpenAttention, OpenLayer, ReducedModel, ReducedPooling, ReducedTower, mean_by_size
 from tntprune.backbones.hf_adapter import HuggingFace, linears
 from tntprune.backbones.hf_anatomy import Anatomy, Parts
 from tntprune.methods.base import Layout
@@ -20,9 +20,8 @@ def parts(block: Any) -> Parts:
     """The parts of a block of CLIP, which SigLIP's are named after."""
     attention = block.self_attn
     return Parts(
-        block.layer_norm1, attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj,
-        attention.head_dim, attention.scale, attention.dropout if attention.training else 0.0,
-        _as_it_is, block.layer_norm2, block.mlp, _as_it_is,
+        block.layer_norm1, attention, attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj,
+        attention.head_dim, _as_it_is, block.layer_norm2, block.mlp, _as_it_is,
     )  # fmt: skip
 
 
@@ -39,6 +38,18 @@ ANATOMY = Anatomy(
     image_size=lambda tower: (tower.embeddings.image_size, tower.embeddings.image_size),
     parts=parts,
 )
+
+
+class CLIPEncoderLayer(OpenLayer, clip.CLIPEncoderLayer):  # type: ignore[misc]
+    """A CLIPEncoderLayer with a reduction inside it."""
+
+    parts = staticmethod(parts)
+
+
+class CLIPAttention(OpenAttention, clip.CLIPAttention):  # type: ignore[misc]
+    """A CLIPAttention that a reduction can look at."""
+
+    names = ("out_proj", "scale", "dropout")
 
 
 class CLIPVisionModel(ReducedTower, clip.CLIPVisionModel):  # type: ignore[misc]
@@ -77,7 +88,7 @@ class CLIPForImageClassification(ReducedPooling, clip.CLIPForImageClassification
     def forward(self, pixel_values: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         """Images to logits, as the unpruned model; the mean weighs merged tokens by their size."""
         options = {"interpolate_pos_encoding": kwargs.pop("interpolate_pos_encoding", False)}
-        found = self.vision_model.run(pixel_values, (kwargs.get("attention_mask"),), kwargs, pools=False, **options)
+        found = self.vision_model.outputs(pixel_values, (kwargs.get("attention_mask"),), kwargs, pools=False, **options)
         return self.classify(labels, found, kwargs)
 
 
@@ -91,6 +102,7 @@ class HuggingFaceCLIP(HuggingFace):
         clip.CLIPForImageClassification: CLIPForImageClassification,
         clip.CLIPModel: CLIPModel,
     }
+    opened: ClassVar = {clip.CLIPEncoderLayer: CLIPEncoderLayer, clip.CLIPAttention: CLIPAttention}
     holders: ClassVar = dict.fromkeys(
         (clip.CLIPVisionModelWithProjection, clip.CLIPForImageClassification, clip.CLIPModel), "vision_model"
     )

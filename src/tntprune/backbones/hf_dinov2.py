@@ -12,7 +12,7 @@ from transformers.models.dinov2 import modeling_dinov2 as plain
 from transformers.models.dinov2_with_registers import modeling_dinov2_with_registers as registers
 
 from tntprune.backbones.base import Costs
-from tntprune.backbones.hf import ReducedPooling, ReducedTower, as_asked, mean_by_size
+from tntprune.backbones.hf import OpenAttention, OpenLayer, ReducedPooling, ReducedTower, as_asked, mean_by_size
 from tntprune.backbones.hf_adapter import HuggingFace, linears
 from tntprune.backbones.hf_anatomy import Anatomy, Parts
 from tntprune.methods.base import Layout
@@ -22,9 +22,8 @@ from tntprune.tokens import Tokens, fill, spread
 def _parts(block: Any) -> Parts:
     attention = block.attention
     return Parts(
-        block.norm1, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-        attention.head_dim, attention.scaling, attention.attention_dropout if attention.training else 0.0,
-        lambda x: block.drop_path(block.layer_scale1(x)),
+        block.norm1, attention, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+        attention.head_dim, lambda x: block.drop_path(block.layer_scale1(x)),
         block.norm2, block.mlp, lambda x: block.drop_path(block.layer_scale2(x)),
     )  # fmt: skip
 
@@ -39,6 +38,26 @@ ANATOMY = Anatomy(
     parts=_parts,
     interpolates=False,
 )
+
+
+class Dinov2Layer(OpenLayer, plain.Dinov2Layer):  # type: ignore[misc]
+    """A Dinov2Layer with a reduction inside it."""
+
+    parts = staticmethod(_parts)
+
+
+class Dinov2WithRegistersLayer(OpenLayer, registers.Dinov2WithRegistersLayer):  # type: ignore[misc]
+    """A Dinov2WithRegistersLayer with a reduction inside it."""
+
+    parts = staticmethod(_parts)
+
+
+class Dinov2Attention(OpenAttention, plain.Dinov2Attention):  # type: ignore[misc]
+    """A Dinov2Attention that a reduction can look at."""
+
+
+class Dinov2WithRegistersAttention(OpenAttention, registers.Dinov2WithRegistersAttention):  # type: ignore[misc]
+    """A Dinov2WithRegistersAttention that a reduction can look at."""
 
 
 class _Tower(ReducedTower):
@@ -73,7 +92,9 @@ class _Classifier(ReducedPooling):
         """Images to logits, as the unpruned model; the mean weighs merged tokens by their size."""
         tower: Any = self.get_submodule(self.base_model_prefix)
         loss = {name: value for name, value in kwargs.items() if name != "return_dict"}
-        return self.classify(labels, tower.run(pixel_values, (attention_mask,), kwargs, pools=False), kwargs, **loss)
+        return self.classify(
+            labels, tower.outputs(pixel_values, (attention_mask,), kwargs, pools=False), kwargs, **loss
+        )
 
 
 class _Backbone(_Tower):
@@ -150,6 +171,12 @@ class HuggingFaceDinov2(HuggingFace):
         registers.Dinov2WithRegistersForImageClassification: Dinov2WithRegistersForImageClassification,
         plain.Dinov2Backbone: Dinov2Backbone,
         registers.Dinov2WithRegistersBackbone: Dinov2WithRegistersBackbone,
+    }
+    opened: ClassVar = {
+        plain.Dinov2Layer: Dinov2Layer,
+        registers.Dinov2WithRegistersLayer: Dinov2WithRegistersLayer,
+        plain.Dinov2Attention: Dinov2Attention,
+        registers.Dinov2WithRegistersAttention: Dinov2WithRegistersAttention,
     }
     holders: ClassVar = {
         plain.Dinov2ForImageClassification: plain.Dinov2ForImageClassification.base_model_prefix,

@@ -12,7 +12,7 @@ from transformers.models.siglip import modeling_siglip as siglip
 from tntprune.attention import log_size
 from tntprune.backbones import hf_clip
 from tntprune.backbones.base import Costs
-from tntprune.backbones.hf import ReducedModel, ReducedPooling, ReducedTower, mean_by_size
+from tntprune.backbones.hf import OpenAttention, OpenLayer, ReducedModel, ReducedPooling, ReducedTower, mean_by_size
 from tntprune.backbones.hf_adapter import HuggingFace, linears
 from tntprune.methods.base import Layout
 from tntprune.tokens import Tokens
@@ -20,15 +20,30 @@ from tntprune.tokens import Tokens
 ANATOMY = replace(hf_clip.ANATOMY, name="SigLIP", layers=(siglip.SiglipEncoderLayer,), prefix=lambda tower: 0)
 
 
-def _attend(head: Any, tokens: Tokens) -> torch.Tensor:
-    """Attention pooling, (B, n, D) to (B, D), to which a token of size s counts like s equal ones."""
-    if tokens.size is None:
-        return head(tokens.x)  # type: ignore[no-any-return]
-    bias = log_size(tokens.size, 0, power=1)[:, 0, 0].to(tokens.x.dtype)  # (B, n)
-    probe = head.probe.expand(tokens.x.shape[0], -1, -1)  # (B, 1, D)
-    x = head.attention(probe, tokens.x, tokens.x, key_padding_mask=bias, need_weights=False)[0]
-    x = x + head.mlp(head.layernorm(x))
-    return x[:, 0]  # type: ignore[no-any-return]
+class SiglipEncoderLayer(OpenLayer, siglip.SiglipEncoderLayer):  # type: ignore[misc]
+    """A SiglipEncoderLayer with a reduction inside it."""
+
+    parts = staticmethod(hf_clip.parts)
+
+
+class SiglipAttention(OpenAttention, siglip.SiglipAttention):  # type: ignore[misc]
+    """A SiglipAttention that a reduction can look at."""
+
+    names = ("out_proj", "scale", "dropout")
+
+
+class SiglipMultiheadAttentionPoolingHead(siglip.SiglipMultiheadAttentionPoolingHead):  # type: ignore[misc]
+    """A pooling head to which a token of size s counts like s equal ones."""
+
+    def forward(self: Any, hidden_state: torch.Tensor, size: torch.Tensor | None = None) -> torch.Tensor:
+        """Pool tokens (B, n, D) of sizes (B, n), or None if each stands for one patch, to (B, D)."""
+        if size is None:
+            return super().forward(hidden_state)  # type: ignore[no-any-return]
+        bias = log_size(size, 0, power=1)[:, 0, 0].to(hidden_state.dtype)  # (B, n)
+        probe = self.probe.expand(hidden_state.shape[0], -1, -1)  # (B, 1, D)
+        x = self.attention(probe, hidden_state, hidden_state, key_padding_mask=bias, need_weights=False)[0]
+        x = x + self.mlp(self.layernorm(x))
+        return x[:, 0]  # type: ignore[no-any-return]
 
 
 class SiglipVisionModel(ReducedTower, siglip.SiglipVisionModel):  # type: ignore[misc]
@@ -40,7 +55,7 @@ class SiglipVisionModel(ReducedTower, siglip.SiglipVisionModel):  # type: ignore
         return replace(tokens, x=self.post_layernorm(tokens.x))
 
     def pooled(self, tokens: Tokens) -> torch.Tensor | None:
-        return _attend(self.head, tokens) if self.use_head else None
+        return self.head(tokens.x, tokens.size) if self.use_head else None
 
     def forward(self, pixel_values: Any, interpolate_pos_encoding: Any = False, **kwargs: Any) -> Any:
         """Images to the tokens that are left, normalised, and pooled where the model does that."""
@@ -62,7 +77,7 @@ class SiglipForImageClassification(ReducedPooling, siglip.SiglipForImageClassifi
     ) -> Any:
         """Images to logits, as the unpruned model; the mean weighs merged tokens by their size."""
         options = {"interpolate_pos_encoding": interpolate_pos_encoding}
-        found = self.vision_model.run(pixel_values, (kwargs.get("attention_mask"),), kwargs, pools=False, **options)
+        found = self.vision_model.outputs(pixel_values, (kwargs.get("attention_mask"),), kwargs, pools=False, **options)
         return self.classify(labels, found, kwargs)
 
 
@@ -74,6 +89,11 @@ class HuggingFaceSiglip(HuggingFace):
         siglip.SiglipVisionModel: SiglipVisionModel,
         siglip.SiglipForImageClassification: SiglipForImageClassification,
         siglip.SiglipModel: SiglipModel,
+    }
+    opened: ClassVar = {
+        siglip.SiglipEncoderLayer: SiglipEncoderLayer,
+        siglip.SiglipAttention: SiglipAttention,
+        siglip.SiglipMultiheadAttentionPoolingHead: SiglipMultiheadAttentionPoolingHead,
     }
     holders: ClassVar = dict.fromkeys((siglip.SiglipForImageClassification, siglip.SiglipModel), "vision_model")
 

@@ -10,7 +10,7 @@ from transformers.models.deit import modeling_deit as deit
 from transformers.models.vit import modeling_vit as vit
 
 from tntprune.backbones.base import Costs
-from tntprune.backbones.hf import ReducedModel, ReducedTower
+from tntprune.backbones.hf import OpenAttention, OpenLayer, ReducedModel, ReducedTower
 from tntprune.backbones.hf_adapter import HuggingFace, linears
 from tntprune.backbones.hf_anatomy import Anatomy, Parts
 from tntprune.methods.base import Layout
@@ -20,9 +20,8 @@ from tntprune.tokens import Tokens
 def _parts(block: Any) -> Parts:
     attention = block.attention
     return Parts(
-        block.layernorm_before, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-        attention.head_dim, attention.scaling, attention.attention_dropout if attention.training else 0.0,
-        block.dropout, block.layernorm_after, block.mlp, block.dropout,
+        block.layernorm_before, attention, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+        attention.head_dim, block.dropout, block.layernorm_after, block.mlp, block.dropout,
     )  # fmt: skip
 
 
@@ -35,6 +34,26 @@ ANATOMY = Anatomy(
     image_size=lambda tower: tuple(tower.embeddings.patch_embeddings.image_size),
     parts=_parts,
 )
+
+
+class ViTLayer(OpenLayer, vit.ViTLayer):  # type: ignore[misc]
+    """A ViTLayer with a reduction inside it."""
+
+    parts = staticmethod(_parts)
+
+
+class DeiTLayer(OpenLayer, deit.DeiTLayer):  # type: ignore[misc]
+    """A DeiTLayer with a reduction inside it."""
+
+    parts = staticmethod(_parts)
+
+
+class ViTAttention(OpenAttention, vit.ViTAttention):  # type: ignore[misc]
+    """A ViTAttention that a reduction can look at."""
+
+
+class DeiTAttention(OpenAttention, deit.DeiTAttention):  # type: ignore[misc]
+    """A DeiTAttention that a reduction can look at."""
 
 
 class _Tower(ReducedTower):
@@ -95,6 +114,12 @@ class HuggingFaceViT(HuggingFace):
         deit.DeiTModel: DeiTModel,
         deit.DeiTForImageClassification: DeiTForImageClassification,
         deit.DeiTForImageClassificationWithTeacher: DeiTForImageClassificationWithTeacher,
+    }
+    opened: ClassVar = {
+        vit.ViTLayer: ViTLayer,
+        deit.DeiTLayer: DeiTLayer,
+        vit.ViTAttention: ViTAttention,
+        deit.DeiTAttention: DeiTAttention,
     }
     holders: ClassVar = {
         vit.ViTForImageClassification: "vit",

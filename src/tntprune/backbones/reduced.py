@@ -4,36 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tntprune.attention import Heads
+from tntprune.backbones.blocks import Inside, OpenBlock
 from tntprune.errors import UserError
 from tntprune.methods.base import Method, Plan
 from tntprune.schedule import Place
 from tntprune.tokens import Tokens, start
 from tntprune.trace import Trace
 
+Visit = Callable[[int, Tokens], None]
 
-class Halves(NamedTuple):
-    """One block, so that something can be seen and done between its attention and its MLP.
+
+class Acting(Inside):
+    """A block in which a reduction acts, or at which it looks.
 
     Args:
-        open: The tokens (B, n, D) and a bias for the logits of each key, or None, to the queries, keys and values.
-        close: The tokens that went in and what the heads give, (B, heads, n, head_dim), to the tokens that leave the
-            attention, with the residual.
-        mlp: The other half of the block, with the residual.
+        tokens: The tokens that enter the block.
+        reduction: The reduction.
+        number: The block's number, from 1.
+        plan: What the reduction does in this pass.
+        bias: See `Inside`.
+        trace: Where the tokens are counted that enter the MLP, or None.
     """
 
-    open: Callable[[torch.Tensor, torch.Tensor | None], Heads]
-    close: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    mlp: Callable[[torch.Tensor], torch.Tensor]
+    def __init__(
+        self, tokens: Tokens, reduction: Method, number: int, plan: Plan, bias: torch.Tensor | None, trace: Trace | None
+    ) -> None:
+        super().__init__(tokens, bias)
+        self.reduction, self.number, self.plan, self.trace = reduction, number, plan, trace
 
+    def attend(self, heads: Heads) -> torch.Tensor:
+        assert self.tokens is not None
+        if self.reduction.sees(self.number, self.plan) == "map":
+            heads = replace(heads, attention=heads.map())
+        self.heads = heads
+        return self.reduction.attend(heads, self.tokens)
 
-Visit = Callable[[int, Tokens], None]
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = replace(self.tokens, x=x)  # type: ignore[type-var]
+        self.tokens = self.reduction(tokens, Place(self.number, inside=True), self.plan, self.heads)
+        if self.trace is not None:
+            self.trace.count(self.tokens)
+        return self.tokens.x
 
 
 class Reduced:
@@ -53,13 +71,21 @@ class Reduced:
         """Of what `embed` gave for all places, that for the tokens at `index`, (B, n), NOWHERE among them."""
         raise NotImplementedError
 
-    def whole(self, number: int, x: torch.Tensor, places: Any) -> torch.Tensor:
-        """One block, (B, n, D) to (B, n, D)."""
-        return self.blocks[number - 1](x)  # type: ignore[no-any-return]
+    def context(self, number: int, places: Any, opened: bool) -> dict[str, Any]:
+        """Return the arguments that one block takes besides the tokens; with `inside` it may take more."""
+        return {}
 
-    def halves(self, number: int, places: Any) -> Halves:
-        """One block in two halves."""
-        raise NotImplementedError
+    def run(self, number: int, x: torch.Tensor, places: Any, inside: Inside | None = None) -> torch.Tensor:
+        """Call one block, (B, n, D) to (B, m, D); with `inside` a reduction acts in it, or sees its attention."""
+        context = self.context(number, places, inside is not None)
+        if inside is not None:
+            context["inside"] = inside
+        return self.blocks[number - 1](x, **context)  # type: ignore[no-any-return]
+
+    def opened(self, number: int) -> OpenBlock:
+        """Return one block, to run its halves one by one."""
+        block: Any = self.blocks[number - 1]
+        return block  # type: ignore[no-any-return]
 
     def grid(self: Any, images: torch.Tensor) -> tuple[int, int]:
         """Rows and columns of patches that such images have. Also asked of a model that is not reduced.
@@ -156,7 +182,7 @@ class Reduced:
             elif narrow and number == len(self.blocks) and (plan is None or self.reduction.rests(plan, number)):
                 tokens = fresh = self.narrowed(tokens, number, places)
             elif plan is None:
-                tokens = fresh = replace(tokens, x=self.whole(number, tokens.x, places))
+                tokens = fresh = replace(tokens, x=self.run(number, tokens.x, places))
             elif self.grad_checkpointing and torch.is_grad_enabled() and tokens.x.requires_grad:
                 fresh, tokens = checkpoint(self.run_block, tokens, number, plan, places, use_reentrant=False)
             else:
@@ -174,10 +200,9 @@ class Reduced:
         return tokens
 
     def narrowed(self, tokens: Tokens, number: int, places: Any) -> Tokens:
-        """A block for the prefix tokens alone, which see all the others: (B, prefix + n, D) to (B, prefix, D)."""
-        halves, prefix = self.halves(number, places), tokens.prefix
-        heads = halves.open(tokens.x, self.reduction.bias(tokens, number)).first(prefix)
-        return replace(tokens, x=halves.mlp(halves.close(tokens.x[:, :prefix], heads.output())))
+        """Run a block for the prefix tokens alone, which see all the others: (B, prefix + n, D) to (B, prefix, D)."""
+        inside = Inside(bias=self.reduction.bias(tokens, number), queries=tokens.prefix)
+        return replace(tokens, x=self.run(number, tokens.x, places, inside))
 
     def twice(self, images: torch.Tensor, whole: bool, narrow: bool) -> tuple[Tokens | None, Tokens]:
         """The last tokens of the unpruned model, without gradients, and of the reduced one.
@@ -203,7 +228,7 @@ class Reduced:
         return teacher, self.onward(tokens, everywhere, plan, first, narrow=narrow)
 
     def run_block(self, tokens: Tokens, number: int, plan: Plan, places: Any) -> tuple[Tokens, Tokens]:
-        """One block and what is done to the tokens in it and after it: whole, unless somebody has to look inside.
+        """Run one block and do what is to be done to the tokens in it and after it.
 
         Returns:
             The tokens that the block computed, and what is left of them after it.
@@ -212,19 +237,11 @@ class Reduced:
         sees, bias = reduction.sees(number, plan), reduction.bias(tokens, number)
         if self.trace is not None:
             self.trace.count(tokens)
-        inside = Place(number, inside=True)
-        if not sees and bias is None and inside not in plan:
-            out = replace(tokens, x=self.whole(number, tokens.x, places))
+        if not sees and bias is None and Place(number, inside=True) not in plan:
+            out = replace(tokens, x=self.run(number, tokens.x, places))
             if self.trace is not None:
                 self.trace.count(tokens)
             return out, reduction(out, Place(number), plan)
-        halves = self.halves(number, places)
-        heads = halves.open(tokens.x, bias)
-        if sees == "map":
-            heads = replace(heads, attention=heads.map())
-        tokens = replace(tokens, x=halves.close(tokens.x, reduction.attend(heads, tokens)))
-        tokens = reduction(tokens, inside, plan, heads)
-        if self.trace is not None:
-            self.trace.count(tokens)
-        tokens = replace(tokens, x=halves.mlp(tokens.x))
-        return tokens, reduction(tokens, Place(number), plan, heads)
+        inside = Acting(tokens, reduction, number, plan, bias, self.trace)
+        out = inside.left(self.run(number, tokens.x, places, inside))
+        return out, reduction(out, Place(number), plan, inside.heads)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from timm.models.beit import Attention, Beit, Block
 
 from tntprune.attention import Heads
-from tntprune.backbones.reduced import Halves
+from tntprune.backbones.blocks import Inside
 from tntprune.backbones.timm_base import ReducedTimm, Timm
-from tntprune.backbones.timm_block import halves, heads_of
+from tntprune.backbones.timm_block import OpenAttention, PreNorm, heads_of
 
 
 class Pairs(NamedTuple):
@@ -30,6 +30,27 @@ class Pairs(NamedTuple):
 
     shared: torch.Tensor | None = None
     rows: torch.Tensor | None = None
+
+
+class OpenBeitBlock(PreNorm, Block):  # type: ignore[misc]
+    """A Block with a reduction inside it."""
+
+
+class OpenBeitAttention(OpenAttention, Attention):  # type: ignore[misc]
+    """An Attention that a reduction can look at, and whose bias can be that of the tokens that are left."""
+
+    def heads(
+        self: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        shared_rel_pos_bias: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+        **context: Any,
+    ) -> Heads:
+        own = None
+        if self.relative_position_bias_table is not None:
+            own = self._get_rel_pos_bias() if rows is None else _bias(self, rows)
+        return heads_of(self, x, _sum(_sum(own, shared_rel_pos_bias), bias))
 
 
 class ReducedBeit(ReducedTimm, Beit):  # type: ignore[misc]
@@ -53,24 +74,17 @@ class ReducedBeit(ReducedTimm, Beit):  # type: ignore[misc]
             return Pairs(None, rows)
         return Pairs(_bias(self.rel_pos_bias, rows), rows)
 
-    def whole(self, number: int, x: torch.Tensor, places: Pairs | None) -> torch.Tensor:
-        block: Any = self.blocks[number - 1]
-        if places is None or places.rows is None or block.attn.relative_position_bias_table is None:
-            return block(x, shared_rel_pos_bias=None if places is None else places.shared)  # type: ignore[no-any-return]
-        opened = self.halves(number, places)  # timm's block would take its bias for all places
-        return opened.mlp(opened.close(x, opened.open(x, None).output()))
+    def context(self, number: int, places: Pairs | None, opened: bool) -> dict[str, Any]:
+        if places is None:
+            return {"shared_rel_pos_bias": None}
+        return {"shared_rel_pos_bias": places.shared, **({"rows": places.rows} if opened else {})}
 
-    def halves(self, number: int, places: Pairs | None) -> Halves:
-        block: Any = self.blocks[number - 1]
-
-        def heads(x: torch.Tensor, bias: torch.Tensor | None) -> Heads:
-            own = None
-            if block.attn.relative_position_bias_table is not None and places is not None:
-                rows = places.rows
-                own = block.attn._get_rel_pos_bias() if rows is None else _bias(block.attn, rows)
-            return heads_of(block.attn, x, _sum(_sum(own, None if places is None else places.shared), bias))
-
-        return halves(block, heads)
+    def run(self, number: int, x: torch.Tensor, places: Pairs | None, inside: Inside | None = None) -> torch.Tensor:
+        own: Any = self.blocks[number - 1].attn
+        gathered = places is not None and places.rows is not None and own.relative_position_bias_table is not None
+        if inside is None and gathered:
+            inside = Inside()  # timm's own attention would take its bias for all places
+        return super().run(number, x, places, inside)
 
 
 def _bias(biased: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -97,13 +111,14 @@ class TimmBeit(Timm):
 
     family = "timm Beit"
     swaps: ClassVar = {Beit: ReducedBeit}
+    opened: ClassVar = {Block: OpenBeitBlock, Attention: OpenBeitAttention}
 
     def obstacle(self, model: Any) -> str | None:
         for block in model.blocks:
-            if type(block) is not Block:
-                return f"block {type(block).__name__} (supported: Block)"
-            if type(block.attn) is not Attention:
-                return f"attention {type(block.attn).__name__} (supported: Attention)"
+            if self.plain(block) is not Block:
+                return f"block {self.plain(block).__name__} (supported: Block)"
+            if self.plain(block.attn) is not Attention:
+                return f"attention {self.plain(block.attn).__name__} (supported: Attention)"
         grid = tuple(model.patch_embed.grid_size)
         for biased in (model.rel_pos_bias, *(block.attn for block in model.blocks)):
             window = getattr(biased, "window_size", None)

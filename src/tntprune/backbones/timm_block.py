@@ -1,4 +1,4 @@
-"""One block of timm's in two halves, and what it costs.
+"""timm's blocks and attentions with a reduction inside them, and what a block costs.
 
 The blocks of ViT, EVA and BEiT differ in names more than in what they do: fused or separate projections, biases that
 are parameters of their own, LayerScale as a module or as a parameter, norms and a gate that may be there.
@@ -15,35 +15,45 @@ from torch import nn
 
 from tntprune.attention import Heads
 from tntprune.backbones.base import BlockCost
-from tntprune.backbones.reduced import Halves
+from tntprune.backbones.blocks import Inside, OpenBlock
 
 Turn = Callable[[torch.Tensor], torch.Tensor]
 
 
-def halves(block: Any, heads: Callable[[torch.Tensor, torch.Tensor | None], Heads], post_norm: bool = False) -> Halves:
-    """A block with `norm1`, `attn`, `norm2` and `mlp`, opened between attention and MLP.
+class PreNorm(OpenBlock):
+    """A block with `norm1`, `attn`, `norm2` and `mlp`, whose norms come before attention and MLP."""
 
-    Args:
-        block: Of any of timm's kinds that has these.
-        heads: What goes into its attention, (B, n, D), and a bias, to queries, keys and values.
-        post_norm: Whether its norms come after attention and MLP instead of before.
-    """
+    def attention_half(self: Any, x: torch.Tensor, inside: Inside, **context: Any) -> torch.Tensor:
+        out = self.attn(self.norm1(x), inside=inside, **context)
+        return inside.asking(x) + self.drop_path1(_scale(self, 1, out))  # type: ignore[no-any-return]
 
-    def open_(x: torch.Tensor, bias: torch.Tensor | None) -> Heads:
-        return heads(x if post_norm else block.norm1(x), bias)
+    def mlp_half(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop_path2(_scale(self, 2, self.mlp(self.norm2(x))))  # type: ignore[no-any-return]
 
-    def close(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        if post_norm:
-            return x + block.drop_path1(block.norm1(_project(block.attn, out, x)))  # type: ignore[no-any-return]
-        gated = block.norm1(x) if getattr(block.attn, "gate", None) is not None else x
-        return x + block.drop_path1(_scale(block, 1, _project(block.attn, out, gated)))  # type: ignore[no-any-return]
 
-    def mlp(x: torch.Tensor) -> torch.Tensor:
-        if post_norm:
-            return x + block.drop_path2(block.norm2(block.mlp(x)))  # type: ignore[no-any-return]
-        return x + block.drop_path2(_scale(block, 2, block.mlp(block.norm2(x))))  # type: ignore[no-any-return]
+class PostNorm(OpenBlock):
+    """A block with `norm1`, `attn`, `norm2` and `mlp`, whose norms come after attention and MLP."""
 
-    return Halves(open_, close, mlp)
+    def attention_half(self: Any, x: torch.Tensor, inside: Inside, **context: Any) -> torch.Tensor:
+        out = self.attn(x, inside=inside, **context)
+        return inside.asking(x) + self.drop_path1(self.norm1(out))  # type: ignore[no-any-return]
+
+    def mlp_half(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop_path2(self.norm2(self.mlp(x)))  # type: ignore[no-any-return]
+
+
+class OpenAttention:
+    """An attention that a reduction can look at. Comes before a family's own class."""
+
+    def heads(self, x: torch.Tensor, bias: torch.Tensor | None, **context: Any) -> Heads:
+        """(B, n, D) and a bias to queries, keys and values, (B, heads, n, head_dim) each."""
+        return heads_of(self, x, bias)
+
+    def forward(self: Any, x: torch.Tensor, *args: Any, inside: Inside | None = None, **context: Any) -> torch.Tensor:
+        """Run the attention: as the plain class does, or shown to a reduction."""
+        if inside is None:
+            return super().forward(x, *args, **context)  # type: ignore[misc, no-any-return]
+        return _project(self, inside.attend(self.heads(x, inside.bias, **context)), inside.asking(x))
 
 
 def heads_of(attention: Any, x: torch.Tensor, bias: torch.Tensor | None, turn: Turn | None = None) -> Heads:
@@ -64,7 +74,9 @@ def heads_of(attention: Any, x: torch.Tensor, bias: torch.Tensor | None, turn: T
     if shared > 1:  # several heads of queries to one of keys and values
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     dropout = attention.attn_drop.p if attention.training else 0.0
-    return Heads(query, key, value, attention.scale, bias, fused=attention.fused_attn, dropout=dropout)
+    return Heads(
+        query, key, value, attention.scale, bias, fused=attention.fused_attn, dropout=dropout, drop=attention.attn_drop
+    )
 
 
 def _projected(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -15,9 +15,8 @@ from timm.layers import AttentionRope, apply_rot_embed_cat
 from timm.models.eva import Eva, EvaAttention, EvaBlock, EvaBlockPostNorm
 
 from tntprune.attention import Heads
-from tntprune.backbones.reduced import Halves
 from tntprune.backbones.timm_base import ReducedTimm, Timm
-from tntprune.backbones.timm_block import halves, heads_of
+from tntprune.backbones.timm_block import OpenAttention, PostNorm, PreNorm, heads_of
 
 ROPES = ("RotaryEmbeddingCat", "RotaryEmbeddingDinoV3", "RotaryEmbeddingMixed", "RotaryEmbeddingMRope")
 
@@ -37,6 +36,32 @@ class Turns(NamedTuple):
     row: torch.Tensor | None = None
 
 
+class OpenEvaBlock(PreNorm, EvaBlock):  # type: ignore[misc]
+    """An EvaBlock with a reduction inside it."""
+
+
+class OpenEvaBlockPostNorm(PostNorm, EvaBlockPostNorm):  # type: ignore[misc]
+    """An EvaBlockPostNorm with a reduction inside it."""
+
+
+class _OpenRope(OpenAttention):
+    def heads(self: Any, x: torch.Tensor, bias: torch.Tensor | None, rope: Any = None, **context: Any) -> Heads:
+        def turn(x: torch.Tensor) -> torch.Tensor:
+            first = self.num_prefix_tokens
+            turned = apply_rot_embed_cat(x[:, :, first:], rope, half=self.rotate_half)
+            return torch.cat([x[:, :, :first], turned], 2).to(x.dtype)
+
+        return heads_of(self, x, bias, None if rope is None else turn)
+
+
+class OpenEvaAttention(_OpenRope, EvaAttention):  # type: ignore[misc]
+    """An EvaAttention that a reduction can look at."""
+
+
+class OpenAttentionRope(_OpenRope, AttentionRope):  # type: ignore[misc]
+    """An AttentionRope that a reduction can look at."""
+
+
 class ReducedEva(ReducedTimm, Eva):  # type: ignore[misc]
     """An Eva whose forward drops or merges tokens."""
 
@@ -52,23 +77,8 @@ class ReducedEva(ReducedTimm, Eva):  # type: ignore[misc]
             return Turns(places.table, row=row)
         return Turns(places.table, _rows(places.table, row)[:, None])  # (B, 1, n, 2 * head_dim)
 
-    def whole(self, number: int, x: torch.Tensor, places: Turns | None) -> torch.Tensor:
-        return self.blocks[number - 1](x, rope=self.rope_of(number, places))  # type: ignore[no-any-return]
-
-    def halves(self, number: int, places: Turns | None) -> Halves:
-        block: Any = self.blocks[number - 1]
-        attention, rope = block.attn, self.rope_of(number, places)
-
-        def turn(x: torch.Tensor) -> torch.Tensor:
-            assert rope is not None
-            first = attention.num_prefix_tokens
-            turned = apply_rot_embed_cat(x[:, :, first:], rope, half=attention.rotate_half)
-            return torch.cat([x[:, :, :first], turned], 2).to(x.dtype)
-
-        def heads(x: torch.Tensor, bias: torch.Tensor | None) -> Heads:
-            return heads_of(attention, x, bias, None if rope is None else turn)
-
-        return halves(block, heads, post_norm=isinstance(block, EvaBlockPostNorm))
+    def context(self, number: int, places: Turns | None, opened: bool) -> dict[str, Any]:
+        return {"rope": self.rope_of(number, places)}
 
     def rope_of(self: Any, number: int, places: Turns | None) -> torch.Tensor | None:
         """One block's, as it takes it."""
@@ -97,13 +107,19 @@ class TimmEva(Timm):
 
     family = "timm Eva"
     swaps: ClassVar = {Eva: ReducedEva}
+    opened: ClassVar = {
+        EvaBlock: OpenEvaBlock,
+        EvaBlockPostNorm: OpenEvaBlockPostNorm,
+        EvaAttention: OpenEvaAttention,
+        AttentionRope: OpenAttentionRope,
+    }
 
     def obstacle(self, model: Any) -> str | None:
         for block in model.blocks:
-            if type(block) not in (EvaBlock, EvaBlockPostNorm):
-                return f"block {type(block).__name__} (supported: EvaBlock, EvaBlockPostNorm)"
-            if type(block.attn) not in (EvaAttention, AttentionRope):
-                return f"attention {type(block.attn).__name__} (supported: EvaAttention, AttentionRope)"
+            if self.plain(block) not in (EvaBlock, EvaBlockPostNorm):
+                return f"block {self.plain(block).__name__} (supported: EvaBlock, EvaBlockPostNorm)"
+            if self.plain(block.attn) not in (EvaAttention, AttentionRope):
+                return f"attention {self.plain(block.attn).__name__} (supported: EvaAttention, AttentionRope)"
         if model.rope is not None and type(model.rope).__name__ not in ROPES:
             return f"position embedding {type(model.rope).__name__} (supported: {', '.join(ROPES)})"
         return super().obstacle(model)

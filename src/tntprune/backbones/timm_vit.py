@@ -1,13 +1,12 @@
 """timm's VisionTransformer and VisionTransformerDistilled.
 
 Plain, distilled and register tokens, no CLS token, every kind of pooling but "prr", LayerScale, q/k norm, pre-norm,
-dynamic image sizes, any patch size. `Block` and `ResPostBlock` can be opened between attention and MLP; in a
+dynamic image sizes, any patch size. A reduction can act between attention and MLP of `Block` and `ResPostBlock`; in a
 `ParallelScalingBlock` the two are one, so that methods that look inside are refused. Other blocks are refused by name.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,18 +15,25 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, ParallelScalingBlock, ResPostBlock, VisionTransformer
 
 from tntprune.backbones.base import BlockCost
-from tntprune.backbones.reduced import Halves
 from tntprune.backbones.timm_base import ReducedTimm, Timm
-from tntprune.backbones.timm_block import block_cost, halves, heads_of, linears, norm_cost
+from tntprune.backbones.timm_block import OpenAttention, PostNorm, PreNorm, block_cost, linears, norm_cost
+
+
+class OpenViTBlock(PreNorm, Block):  # type: ignore[misc]
+    """A Block with a reduction inside it."""
+
+
+class OpenResPostBlock(PostNorm, ResPostBlock):  # type: ignore[misc]
+    """A ResPostBlock with a reduction inside it."""
+
+
+class OpenViTAttention(OpenAttention, Attention):  # type: ignore[misc]
+    """An Attention that a reduction can look at."""
 
 
 class _ReducedViT(ReducedTimm):
     def embed(self: Any, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
         return self.norm_pre(self._pos_embed(self.patch_embed(images))), None
-
-    def halves(self, number: int, places: Any) -> Halves:
-        block: Any = self.blocks[number - 1]
-        return halves(block, partial(heads_of, block.attn), post_norm=isinstance(block, ResPostBlock))
 
 
 class ReducedVisionTransformer(_ReducedViT, VisionTransformer):  # type: ignore[misc]
@@ -46,13 +52,15 @@ class TimmViT(Timm):
         VisionTransformer: ReducedVisionTransformer,
         VisionTransformerDistilled: ReducedVisionTransformerDistilled,
     }
+    opened: ClassVar = {Block: OpenViTBlock, ResPostBlock: OpenResPostBlock, Attention: OpenViTAttention}
 
     def obstacle(self, model: Any) -> str | None:
         for block in model.blocks:
-            if type(block) not in (Block, ResPostBlock, ParallelScalingBlock):
-                return f"block {type(block).__name__} (supported: Block, ResPostBlock, ParallelScalingBlock)"
-            if type(block) is not ParallelScalingBlock and type(block.attn) is not Attention:
-                return f"attention {type(block.attn).__name__} (supported: Attention)"
+            kind = self.plain(block)
+            if kind not in (Block, ResPostBlock, ParallelScalingBlock):
+                return f"block {kind.__name__} (supported: Block, ResPostBlock, ParallelScalingBlock)"
+            if kind is not ParallelScalingBlock and self.plain(block.attn) is not Attention:
+                return f"attention {self.plain(block.attn).__name__} (supported: Attention)"
         if model.global_pool == "prr":
             return "global_pool='prr' (supported: token, avg, avgmax, max, map)"
         return super().obstacle(model)

@@ -50,8 +50,8 @@ class AdaptiveTokens(Method):
     def __init__(self, config: AViT, layout: Layout) -> None:
         super().__init__(config, layout)
         self.trains = config.at is None  # the choice of a fixed number has no gradient
-        self.scale = nn.Parameter(torch.tensor(float(config.gate_scale)))
-        self.center = nn.Parameter(torch.tensor(float(config.gate_center)))
+        self.scale = nn.Parameter(torch.full((1,), float(config.gate_scale)))
+        self.center = nn.Parameter(torch.full((1,), float(config.gate_center)))
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
         """Halting scores, (B, n, D) to (B, n) in fp32."""

@@ -15,6 +15,7 @@ from torch import nn
 from tntprune.attention import Heads
 from tntprune.config import Config, DynamicViT
 from tntprune.methods.base import WITHOUT_ATTENTION, Layout, Method, Plan, implements, top
+from tntprune.methods.layers import Affine
 from tntprune.schedule import Place, Step
 from tntprune.tokens import Tokens, take
 
@@ -39,16 +40,13 @@ class Predictor(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         widths = (width, width), (width // 2 * 2, width // 2), (width // 2, width // 4), (width // 4, 2)
-        self.layers = nn.ModuleList([nn.utils.skip_init(nn.Linear, a, b) for a, b in widths])
-        for layer in self.layers:
-            nn.init.trunc_normal_(layer.weight, std=0.02, generator=generator)  # type: ignore[arg-type]
-            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        self.layers = nn.ModuleList([Affine(a, b, generator) for a, b in widths])
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """(B, n, D) and (B, n), 1 for tokens that take part, or None for all, to (B, n, 2) in fp32; 0 is keep."""
         norm = self.norm
         x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
-        x = F.gelu(_linear(self.layers[0], x))
+        x = F.gelu(self.layers[0](x))
         local, other = x.chunk(2, dim=-1)  # (B, n, D / 2) each
         if mask is None:
             whole = other.mean(1, keepdim=True)
@@ -57,13 +55,8 @@ class Predictor(nn.Module):
             whole = (other * share).sum(1, keepdim=True) / share.sum(1, keepdim=True).clamp(min=EPS)
         x = torch.cat([local, whole.expand_as(local)], -1)  # (B, n, D)
         for layer in self.layers[1:-1]:
-            x = F.gelu(_linear(layer, x))
-        return _linear(self.layers[-1], x).float()
-
-
-def _linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A layer in the precision of the tokens: what learns is in fp32, also on a model that is not."""
-    return F.linear(x, layer.get_parameter("weight").to(x.dtype), layer.get_parameter("bias").to(x.dtype))
+            x = F.gelu(layer(x))
+        return self.layers[-1](x).float()  # type: ignore[no-any-return]
 
 
 @implements(DynamicViT)

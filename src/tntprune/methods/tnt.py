@@ -20,6 +20,7 @@ from tntprune.config import TNT
 from tntprune.errors import UsageError
 from tntprune.methods.base import Layout, Method, Plan, implements, top
 from tntprune.methods.folding import choose, fold, standardised
+from tntprune.methods.layers import Affine
 from tntprune.methods.similar import halves, remove_similar
 from tntprune.schedule import Place, Step
 from tntprune.tokens import Tokens, order, take
@@ -35,25 +36,18 @@ class Scorer(nn.Module):
 
     def __init__(self, widths: tuple[int, ...], generator: torch.Generator) -> None:
         super().__init__()
-        linears: list[nn.Linear] = [
-            nn.utils.skip_init(nn.Linear, a, b) for a, b in pairwise(widths)
-        ]  # torch's own initial weights would draw from the global generator
-        self.layers = nn.ModuleList(linears)
-        for layer in linears:
-            nn.init.trunc_normal_(layer.weight, std=0.02, generator=generator)
-            nn.init.zeros_(layer.bias)
+        self.layers = nn.ModuleList([Affine(a, b, generator) for a, b in pairwise(widths)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, n, D) to (B, n)."""
         for depth, layer in enumerate(self.layers):
-            weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
-            x = F.linear(F.gelu(x) if depth else x, weight.float(), bias.float())
+            x = layer(F.gelu(x) if depth else x)
         return x.squeeze(-1)
 
 
 def one_each(blocks: Sequence[int], value: float) -> nn.ParameterDict:
     """A number to learn for each block."""
-    return nn.ParameterDict({str(block): torch.full((), value) for block in blocks})
+    return nn.ParameterDict({str(block): torch.full((1,), value) for block in blocks})
 
 
 @implements(TNT)

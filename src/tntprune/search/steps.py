@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tntprune.backbones.blocks import Inside
 from tntprune.backbones.reduced import Reduced
 from tntprune.config import Config, options
 from tntprune.errors import UsageError, UserError
@@ -173,7 +174,10 @@ def _sample(name: str, step: Step, method: Method, tower: Reduced, tokens: Token
     heads = None
     if sees := method.sees(step.place.block, plan):
         near = None if places is None else tower.placed(places, few.index)
-        heads = tower.halves(1, near).open(few.x, None)
+        inside = Inside()
+        tower.opened(1).attention_half(few.x, inside, **tower.context(1, near, True))
+        heads = inside.heads
+        assert heads is not None
         if sees == "map":
             heads = replace(heads, attention=heads.map())
     sized = method(few, step.place, plan, heads).size is not None

@@ -1,0 +1,84 @@
+"""Blocks that stay modules: what a reduction sees and does inside a block, and the classes that let it.
+
+A reduced model's blocks and attentions have their classes swapped for static subclasses. These take one argument more,
+`inside`; without it they do what the plain classes do. So forward hooks, offloading, sharding, adapters and tracers see
+every block and every attention called as the unpruned model calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tntprune.attention import Heads
+from tntprune.tokens import Tokens
+
+Half = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Inside:
+    """One call of one block: what the block is told, and what it leaves behind. Made anew for each call.
+
+    This one runs the block as the unpruned model does, and keeps its attention for whoever looks at it.
+
+    Args:
+        tokens: The tokens that enter the block, or None where nobody asks for those that leave it.
+        bias: Added to the logits of each key, (B, 1, 1, prefix + n), or None.
+        queries: How many of the first tokens ask and leave the block; None for all.
+
+    Attributes:
+        heads: The block's attention, once it has run.
+    """
+
+    def __init__(
+        self, tokens: Tokens | None = None, bias: torch.Tensor | None = None, queries: int | None = None
+    ) -> None:
+        self.tokens = tokens
+        self.bias = bias
+        self.queries = queries
+        self.heads: Heads | None = None
+
+    def asking(self, x: torch.Tensor) -> torch.Tensor:
+        """Select the tokens that leave the block, (B, n, D) to (B, queries, D)."""
+        return x if self.queries is None else x[:, : self.queries]
+
+    def attend(self, heads: Heads) -> torch.Tensor:
+        """Return what the block's heads give, (B, heads, n, head_dim)."""
+        self.heads = heads
+        return (heads if self.queries is None else heads.first(self.queries)).output()
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        """Act on the tokens between attention and MLP, (B, n, D) to (B, m, D)."""
+        return x
+
+    def left(self, x: torch.Tensor) -> Tokens:
+        """Return the tokens that leave the block, given their x."""
+        assert self.tokens is not None
+        return replace(self.tokens, x=x)
+
+
+class OpenBlock:
+    """A block with an attention and an MLP, between which a reduction can act. Comes before a family's own class."""
+
+    def attention_half(self, x: torch.Tensor, inside: Inside, **context: Any) -> torch.Tensor:
+        """Run the norm, the attention and the residual, (B, n, D) to (B, n, D).
+
+        Args:
+            x: The tokens.
+            inside: See `Inside`.
+            **context: What the block's attention needs to know of the tokens' places.
+        """
+        raise NotImplementedError
+
+    def mlp_half(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the norm, the MLP and the residual, (B, n, D) to (B, n, D)."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, *args: Any, inside: Inside | None = None, **context: Any) -> torch.Tensor:
+        """Run the block: as the plain class does, or with a reduction inside it."""
+        if inside is None:
+            return super().forward(x, *args, **context)  # type: ignore[misc, no-any-return]
+        return self.mlp_half(inside.between(self.attention_half(x, inside, **context)))
