@@ -16,6 +16,7 @@ from tntprune.config import Combination, Config, from_dict, options, to_dict
 from tntprune.errors import UsageError, UserError
 from tntprune.fingerprint import identity, warn_of_others
 from tntprune.hub import download
+from tntprune.methods.base import Method, implementation
 from tntprune.plan import is_plan, read_plan
 from tntprune.reduce import base_of, inherit, missing_in, reduce_, reduction_of, with_dimension
 from tntprune.shipped import SHIPPED, find_shipped
@@ -49,6 +50,7 @@ def save(
         UserError: the model is not reduced, or the folder cannot be written.
     """
     method = reduction_of(model)
+    _check_whole(method)
     folder = Path(folder)
     make_folder(folder)
     layout = method.layout
@@ -73,6 +75,24 @@ def save(
     return folder / FILE
 
 
+def _check_whole(method: Method) -> None:
+    """Refuse to save a reduction that `load_` could not put together again.
+
+    Raises:
+        UserError: something was put on its layers, or FSDP2 has sharded them.
+    """
+    wanted = implementation(type(method.config))(method.config, method.layout).state_dict()
+    found = method.state_dict()
+    sharded = next((name for name, value in found.items() if hasattr(value, "full_tensor")), None)
+    if sharded is not None:
+        raise UserError(f"reduction.{sharded} is sharded by fully_shard; expected the model before it is sharded")
+    if odd := sorted(set(found) ^ set(wanted)):
+        raise UserError(
+            f"reduction.{odd[0]}: something was put on the reduction's layers; expected it to be taken off or merged "
+            "first (torch.nn.utils.prune.remove, peft's merge_and_unload)"
+        )
+
+
 def save_weights(model: nn.Module, folder: str | Path, made_by: str = "") -> Path:
     """Save the weights of a model itself, under their own names, with those of its classes; nothing of its reduction.
 
@@ -85,8 +105,14 @@ def save_weights(model: nn.Module, folder: str | Path, made_by: str = "") -> Pat
         The path of the file.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: adapters are on the model, or the folder cannot be written.
     """
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer") or hasattr(module, "parametrizations"):
+            raise UserError(
+                f"{name} has an adapter on it ({type(module).__name__}), and its weights alone are not the model's; "
+                "expected merged weights (peft's merge_and_unload), or a reduction saved without weights"
+            )
     path = Path(folder) / WEIGHTS
     make_folder(path.parent)
     own = {name: value.detach().cpu().contiguous() for name, value in base_of(model).state_dict().items()}

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tntprune.backbones.base import find_backbone, kind_of, tower_of
+from tntprune.backbones.base import find_backbone, kind_of, refuse_wrapper, tower_of
 from tntprune.backbones.reduced import Reduced
 from tntprune.backbones.swapping import obstacle_in, parts_of, running_device, swap, swap_back
 from tntprune.config import METHODS, Combination, Config
@@ -75,10 +75,9 @@ def restore_(model: Model) -> Model:
     """Take the reduction off, in place: the base model again, bit for bit. A model without one stays as it is.
 
     Raises:
-        UserError: the model is a compiled one.
+        UserError: the model is inside another module, compiled or sharded, and what to give instead.
     """
-    if is_reduced(getattr(model, "_orig_mod", nn.Identity())):
-        raise UserError("a compiled model cannot be restored; restore the model that was compiled")
+    refuse_wrapper(model)
     tower: Any = tower_of(model)
     if is_reduced(model):
         backbone = find_backbone(model)
@@ -123,9 +122,8 @@ def reduction_of(model: nn.Module) -> Method:
     """
     tower = tower_of(model)
     if not isinstance(tower, Reduced):
-        inside = is_reduced(getattr(model, "_orig_mod", nn.Identity()))
-        hint = "give the model that was compiled" if inside else "call tntprune.reduce_ first"
-        raise UserError(f"{type(model).__name__} is not reduced; {hint}")
+        find_backbone(model)  # which says what is the matter with one that is wrapped, or not supported
+        raise UserError(f"{type(model).__name__} is not reduced; call tntprune.reduce_ first")
     return tower.reduction
 
 

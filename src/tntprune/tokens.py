@@ -70,6 +70,28 @@ def pick(values: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     return rows.view(*position.shape, *values.shape[2:])
 
 
+def ranking(values: torch.Tensor, descending: bool = False) -> torch.Tensor:
+    """Return the positions (B, n) of values (B, n) in ascending or descending order; equal ones stay in their order."""
+    if written_as_onnx():
+        return values.topk(values.shape[1], dim=1, largest=descending).indices
+    return values.argsort(dim=1, descending=descending, stable=True)
+
+
+def in_order(positions: torch.Tensor) -> torch.Tensor:
+    """Return positions (B, k) in ascending order."""
+    if written_as_onnx():
+        return positions.topk(positions.shape[1], dim=1, largest=False).values
+    return positions.sort(1).values
+
+
+def written_as_onnx() -> bool:
+    """Whether `torch.onnx.export` is at work, which has no stable sort and would compute the K of a TopK.
+
+    ONNX's TopK is stable, and runtimes such as TensorRT take only a constant K.
+    """
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+
+
 def take(tokens: Tokens, keep: torch.Tensor) -> Tokens:
     """Keep some patch tokens and all prefix tokens, with one gather.
 
@@ -125,20 +147,25 @@ def merge(tokens: Tokens, stay: torch.Tensor, into: torch.Tensor, source: torch.
     alone, keep = stay.shape[1], torch.cat([stay, into.expand(stay.shape[0], -1)], 1)  # (B, a + b)
     size = torch.ones_like(tokens.index, dtype=torch.float32) if tokens.size is None else tokens.size
     kept = take(replace(tokens, size=size, source=None), keep)
-    assert kept.size is not None
+    size_of_kept = kept.size
+    assert size_of_kept is not None
     lands = target[:, None] == torch.arange(into.shape[0], device=into.device)[:, None]  # (B, b, r)
     extra = lands * size.gather(1, source)[:, None]
-    own = kept.size[:, alone:]  # (B, b)
+    own = size_of_kept[:, alone:]  # (B, b)
     total = own + extra.sum(2)
-    x = kept.x[:, tokens.prefix + alone :]  # (B, b, D), what `take` has just copied, so that it can be written to
-    own, extra = (own / total).to(x.dtype), (extra / total[:, :, None]).to(x.dtype)  # weights that sum to 1
-    x.mul_(own[:, :, None]).baddbmm_(extra, pick(tokens.x, source + tokens.prefix))  # in place, autocast stands aside
+    first = tokens.prefix + alone
+    x, moved = kept.x[:, first:], pick(tokens.x, source + tokens.prefix)  # (B, b, D), (B, r, D)
+    own, extra = (own / total).to(x.dtype)[:, :, None], (extra / total[:, :, None]).to(x.dtype)  # they sum to 1
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # OpenVINO has no way to write into a part of a tensor
+        kept = replace(kept, x=torch.cat([kept.x[:, :first], torch.baddbmm(x * own, extra, moved)], 1))
+    else:  # in place: `take` has just copied x, and autocast stands aside
+        x.mul_(own).baddbmm_(extra, moved)
     carrier = tokens.source
     if carrier is not None:
         new = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
         old, new = torch.cat([keep, source], 1), torch.cat([new, target + alone], 1)  # (B, a + b + r)
         carrier = follow(carrier, old, new, tokens.count)
-    return replace(kept, size=torch.cat([kept.size[:, :alone], total], 1), source=carrier)
+    return replace(kept, size=torch.cat([size_of_kept[:, :alone], total], 1), source=carrier)
 
 
 def spread(tokens: Tokens, grid: tuple[int, int]) -> torch.Tensor:

@@ -69,9 +69,10 @@ def record(model: nn.Module) -> Iterator[Trace]:
     Raises:
         UserError: the model is not reduced.
     """
-    from tntprune.backbones.base import tower_of  # which itself has to know what a trace is
+    from tntprune.backbones.base import refuse_wrapper, tower_of  # which itself has to know what a trace is
 
     inner: Any = getattr(model, "_orig_mod", model)
+    refuse_wrapper(inner)
     tower: Any = tower_of(inner)
     if not hasattr(tower, "reduction"):
         raise UserError(f"{type(inner).__name__} is not reduced; call tntprune.reduce_ first")

@@ -149,14 +149,26 @@ def find_backbone(model: nn.Module) -> Backbone:
         if reason := adapter.obstacle(model):
             raise UserError(f"{reason} is not supported")
         return adapter
+    refuse_wrapper(model)
     packages = [package for package in FAMILIES if sys.modules.get(package)]
     classes = [c for package in packages for a in _adapters(package) for c in {**a.swaps, **a.holders}]
     known = ", ".join(f"{c.__module__.split('.')[0]} {c.__name__}" for c in classes)
-    hint = "; reduce the model before it is wrapped or compiled" if hasattr(model, "_orig_mod") else ""
-    inside = next((name for name, child in model.named_children() if _knowing(child) is not None), None)
-    if inside and not hint:
-        hint = f"; reduce what is inside it instead, which is its .{inside}"
-    raise UserError(f"{type(model).__module__}.{type(model).__name__} is not supported; expected {known}{hint}")
+    raise UserError(f"{type(model).__module__}.{type(model).__name__} is not supported; expected {known}")
+
+
+def refuse_wrapper(model: Any) -> None:
+    """Refuse a module that holds a supported model: one that is compiled, data-parallel, or has adapters around it.
+
+    Raises:
+        UserError: it is such a one; with what to give instead.
+    """
+    if _knowing(model) is not None:
+        return
+    inner = next((name for name, child in model.named_children() if _knowing(child) is not None), None)
+    if hasattr(model, "get_base_model"):  # peft's models
+        inner = "get_base_model()"
+    if inner is not None:
+        raise UserError(f"{type(model).__name__} wraps a model; expected the model inside it, which is its .{inner}")
 
 
 def tower_of(model: nn.Module) -> nn.Module:

@@ -156,9 +156,11 @@ class ReducedTower(ReducedModel, Reduced):
             UserError: something was asked for that a reduced model cannot do.
         """
         wanted = self.check(masks, flags or {})
-        states: list[torch.Tensor] = []
-        visit: Visit | None = (lambda number, tokens: states.append(tokens.x)) if wanted else None
-        tokens = self.final(self.walk(pixel_values, visit, **options))
+        states: list[torch.Tensor | None] = []
+        visit: Visit | None = None
+        if wanted:
+            visit = lambda number, tokens: states.append(tokens.x if number in wanted else None)  # noqa: E731
+        tokens = self.final_tokens(pixel_values, visit, **options)
         out = BaseModelOutputWithPooling(
             last_hidden_state=tokens.x,
             pooler_output=self.pooled(tokens) if pools else None,
@@ -166,11 +168,11 @@ class ReducedTower(ReducedModel, Reduced):
         )
         return tokens, out
 
-    def check(self, masks: tuple[Any, ...], flags: dict[str, Any]) -> bool:
+    def check(self, masks: tuple[Any, ...], flags: dict[str, Any]) -> range | set[int]:
         """Refuse what a reduced model cannot do; see `outputs`.
 
         Returns:
-            Whether the hidden states are asked for.
+            The hidden states that are asked for: 0 for the embedding, then the number of the block that gives it.
         """
         asked = {
             name: flags.get(name, getattr(self.config, name, False))
@@ -186,12 +188,16 @@ class ReducedTower(ReducedModel, Reduced):
                 "a reduced model gives no attention maps (output_attentions=True): the places of their rows and "
                 "columns would be lost; expected False, or call tntprune.restore_ first"
             )
-        wanted = asked["output_hidden_states"]
-        if wanted not in (None, False, True):
+        wanted, count = asked["output_hidden_states"], len(self.blocks) + 1
+        if wanted is None or isinstance(wanted, bool):
+            return range(count if wanted else 0)
+        numbers = [wanted] if isinstance(wanted, int) else list(wanted)
+        if not all(isinstance(number, int) and -count <= number < count for number in numbers):
             raise UserError(
-                f"output_hidden_states={wanted!r}: a reduced model gives all or none; expected True or False"
+                f"output_hidden_states={wanted!r}: the model has {count} hidden states; expected True, False, or their "
+                f"numbers from {-count} to {count - 1}"
             )
-        return bool(wanted)
+        return {number % count for number in numbers}
 
     def answer(self, pixel_values: torch.Tensor, masks: tuple[Any, ...], flags: dict[str, Any], **options: Any) -> Any:
         """What `forward` returns; see `outputs`."""

@@ -21,6 +21,28 @@ from tntprune.trace import Trace
 Visit = Callable[[int, Tokens], None]
 
 
+INSTEAD = "torch.export, tntprune.export, torch.jit.trace or torch.compile"
+
+
+class Together(torch.autograd.Function):
+    """Hand tokens on, and give parameters that had no part in this pass a gradient of zero.
+
+    DistributedDataParallel waits for a gradient of every parameter; some passes of a method use only some of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        """Return x, (B, n, D), as it is."""
+        ctx.like = [(p.shape, p.dtype, p.device) if p.requires_grad else None for p in parameters]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of x as it is, and zeros."""
+        zeros = [like and torch.zeros(like[0], dtype=like[1], device=like[2]) for like in ctx.like]
+        return (grad, *zeros)
+
+
 class Acting(Inside):
     """A block in which a reduction acts, or at which it looks.
 
@@ -62,6 +84,14 @@ class Reduced:
     blocks: nn.Sequential
     num_prefix_tokens: int
     grad_checkpointing: bool
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse `torch.jit.script`, which asks for this.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(f"torch.jit.script cannot hold a reduced model; expected {INSTEAD}")
 
     def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
         """Images to (B, prefix + N, D), and to what every block needs to know of the places: None if nothing."""
@@ -143,6 +173,22 @@ class Reduced:
         if self.trace is not None:
             self.trace.count(tokens)
             self.trace.ended = True
+        return tokens
+
+    def final_tokens(self, images: torch.Tensor, visit: Visit | None = None, **options: Any) -> Tokens:
+        """Walk as `forward` does: images to the tokens that leave the last norm.
+
+        Raises:
+            UserError: torch.fx traces the model.
+        """
+        if isinstance(images, torch.fx.Proxy):
+            raise UserError(
+                "torch.fx cannot trace a reduced model, whose tokens it would have to count; expected forward hooks or "
+                f"forward_intermediates to look at inner tokens, or {INSTEAD}"
+            )
+        tokens = self.final(self.walk(images, visit, **options))
+        if torch.is_grad_enabled() and torch.distributed.is_available() and torch.distributed.is_initialized():
+            tokens = replace(tokens, x=Together.apply(tokens.x, *self.reduction.parameters()))
         return tokens
 
     def enter(self, images: torch.Tensor, follow: bool = False, **options: Any) -> tuple[Tokens, Any]:

@@ -23,9 +23,11 @@ class ReducedTimm(Intermediates, Reduced):
 
     def tokens(self: Any, images: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tokens:
         """Images to what is left of their tokens, normalised."""
+        if isinstance(images, torch.fx.Proxy):  # whose mask is one too, though nobody gave any
+            attn_mask, is_causal = None, False
         if attn_mask is not None or is_causal:
             raise UserError("a reduced model takes no attn_mask or is_causal: a mask for all tokens fits no longer")
-        return self.final(self.walk(images))  # type: ignore[no-any-return]
+        return self.final_tokens(images)  # type: ignore[no-any-return]
 
     def forward_features(self, x: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> torch.Tensor:
         """Images to the tokens that are left, (B, prefix + n, D), normalised."""

@@ -45,11 +45,14 @@ class Onnx(Format):
 
 
 def _sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
-    """A stable sort, which torch's exporter lacks; ONNX's TopK lets the lower index go first among equals."""
+    """A stable sort, which torch's exporter lacks; ONNX's TopK lets the lower index go first among equals.
+
+    K is a constant, as some runtimes want it.
+    """
     from onnxscript import opset18
 
     op: Any = opset18
-    count = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
+    count = op.Constant(value_ints=[int(values.shape[dim])])
     return op.TopK(values, count, axis=dim, largest=int(descending), sorted=1)  # type: ignore[no-any-return]
 
 

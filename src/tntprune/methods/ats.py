@@ -14,7 +14,7 @@ from tntprune.attention import Heads
 from tntprune.config import ATS
 from tntprune.methods.base import Method, implements
 from tntprune.schedule import Step
-from tntprune.tokens import NOWHERE, Tokens, take
+from tntprune.tokens import NOWHERE, Tokens, ranking, take
 
 
 def significance(heads: Heads, prefix: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ def drawn(score: torch.Tensor, there: torch.Tensor, draws: int) -> torch.Tensor:
     """
     score = score.masked_fill(~there, 0.0)
     share = score / score.sum(1, keepdim=True).clamp(min=torch.finfo(score.dtype).tiny)
-    ascending = share.masked_fill(~there, -1.0).argsort(dim=1, stable=True)  # (B, n), padding first
+    ascending = ranking(share.masked_fill(~there, -1.0))  # (B, n), padding first
     cumulative = share.gather(1, ascending).cumsum(1)
     middle = (cumulative[:, 1:] + cumulative[:, :-1]) / 2  # (B, n - 1)
     middle = middle.masked_fill(~there.gather(1, ascending)[:, :-1], -1.0)  # every draw goes past padding
@@ -73,9 +73,9 @@ class AdaptiveTokenSampling(Method):
         there = torch.ones_like(tokens.index, dtype=torch.bool) if tokens.size is None else tokens.size > 0
         chosen = drawn(significance(heads, tokens.prefix).detach(), there, step.ranked)  # (B, n)
         shortest, longest = 0, step.leaving
-        if not torch.compiler.is_compiling():  # one graph for all images has to have one length
+        if len(chosen) and not torch.compiler.is_compiling():  # one graph for all images has to have one length
             shortest, longest = torch.stack(chosen.sum(1).aminmax()).tolist()
-        keep = chosen.float().argsort(dim=1, descending=True, stable=True)[:, :longest]  # in order, padding last
+        keep = ranking(chosen.float(), descending=True)[:, :longest]  # in order, padding last
         tokens = take(tokens, keep)  # (B, prefix + longest, D)
         return tokens if shortest == longest else pad(tokens, chosen.gather(1, keep))
 

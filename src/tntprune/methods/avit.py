@@ -16,7 +16,7 @@ from tntprune.attention import Heads, log_size
 from tntprune.config import AViT, Config
 from tntprune.methods.base import WITHOUT_ATTENTION, Layout, Method, Plan, implements
 from tntprune.schedule import Place, Step
-from tntprune.tokens import NOWHERE, Tokens, take
+from tntprune.tokens import NOWHERE, Tokens, ranking, take, written_as_onnx
 
 
 class Halting(NamedTuple):
@@ -55,7 +55,10 @@ class AdaptiveTokens(Method):
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
         """Halting scores, (B, n, D) to (B, n) in fp32."""
-        return (self.scale.float() * x[:, :, 0].float() - self.center.float()).sigmoid()
+        logits = self.scale.float() * x[:, :, 0].float() - self.center.float()
+        if written_as_onnx():  # onnxruntime's own sigmoid takes all below -18 for -18, and tokens are ranked there
+            return 1 / (1 + (-logits).exp())
+        return logits.sigmoid()
 
     def goes_on(self, total: torch.Tensor) -> torch.Tensor:
         """Whether a token with such a sum of halting scores has not halted."""
@@ -82,7 +85,7 @@ class AdaptiveTokens(Method):
         total = total if tokens.state is None else total + tokens.state
         if place not in plan:
             return replace(tokens, state=total)
-        keep = total.argsort(dim=1, stable=True)[:, : plan[place].leaving]
+        keep = ranking(total)[:, : plan[place].leaving]
         return replace(take(tokens, keep), state=total.gather(1, keep))
 
     def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
@@ -126,13 +129,13 @@ class AdaptiveTokens(Method):
             source = torch.where(stays.gather(1, source.clamp(min=0)), source, -1)
         index = torch.where(stays, tokens.index, NOWHERE)
         tokens = replace(tokens, index=index, size=stays.float(), source=source, state=state)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not len(stays):
             return tokens  # a graph has one length for all images
         most, least = torch.stack([stays.sum(1).max(), goes_on.sum(1).min()]).tolist()  # the one wait for the device
         most = max(1, most)
         state = state._replace(masked=least < tokens.prefix + most)
         if most < tokens.count:
-            keep = stays.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # in the order they had
+            keep = ranking(stays.int(), descending=True)[:, :most]  # in the order they had
             total = [state.total[:, : tokens.prefix], state.total[:, tokens.prefix :].gather(1, keep)]
             tokens, state = take(tokens, keep), state._replace(total=torch.cat(total, 1))  # (B, prefix + most)
         return replace(tokens, state=state)

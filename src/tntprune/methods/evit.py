@@ -12,7 +12,7 @@ from tntprune.config import EViT
 from tntprune.methods.base import Method, Plan, implements
 from tntprune.methods.topk import readers, received
 from tntprune.schedule import Step
-from tntprune.tokens import Tokens, append, pick, take
+from tntprune.tokens import Tokens, append, pick, ranking, take
 
 
 @implements(EViT)
@@ -45,7 +45,7 @@ class ExpediteViT(Method):
     def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
         assert heads is not None
         score = received(heads, readers(self.config.rows, self.layout), tokens.prefix)  # (B, n), sums to at most 1
-        ranked = score.sort(dim=1, descending=True, stable=True).indices
+        ranked = ranking(score, descending=True)
         kept, dropped = ranked[:, : step.ranked], ranked[:, step.ranked :]
         if not self.config.fuse:
             return take(tokens, kept)

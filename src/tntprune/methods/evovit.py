@@ -17,7 +17,7 @@ from tntprune.config import EvoViT
 from tntprune.methods.base import Method, Plan, implements
 from tntprune.methods.topk import received
 from tntprune.schedule import Place, Step
-from tntprune.tokens import Tokens, append, pick, take
+from tntprune.tokens import Tokens, append, pick, ranking, take
 
 
 class Division(NamedTuple):
@@ -74,9 +74,9 @@ class SlowFast(Method):
         state = tokens.state
         tokens = together(tokens)
         if not _divides(step):
-            return take(replace(tokens, state=state._replace(places=None, apart=None)), tokens.index.argsort(1))
+            return take(replace(tokens, state=state._replace(places=None, apart=None)), ranking(tokens.index))
         attention = state.attention.gather(1, tokens.index)  # (B, N)
-        ranked = attention.argsort(dim=1, descending=True, stable=True)
+        ranked = ranking(attention, descending=True)
         kept, rest = ranked[:, : step.ranked], ranked[:, step.ranked :]
         weight = F.normalize(attention.gather(1, rest), p=1.0, dim=1, eps=1e-30)  # (B, m)
         others = pick(tokens.patches, rest)  # (B, m, D)
@@ -104,5 +104,5 @@ def together(tokens: Tokens) -> Tokens:
         return tokens
     others = state.apart + tokens.x[:, -1:]  # (B, m, D)
     index = torch.cat([tokens.index[:, :-1], state.places], 1)  # (B, N)
-    source = None if tokens.source is None else index.argsort(1)  # nothing is lost any more
+    source = None if tokens.source is None else ranking(index)  # nothing is lost any more
     return replace(tokens, x=torch.cat([tokens.x[:, :-1], others], 1), index=index, source=source)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from tntprune.tokens import Tokens, follow, pick, take
+from tntprune.tokens import Tokens, follow, in_order, pick, ranking, take
 
 LONGEST = 4.0  # times its length that a mean becomes at most: opposite tokens have a mean near 0
 NEAREST = 1e-4  # distances below it are alike: fp32 tells them from rounding errors no more
@@ -49,7 +49,7 @@ def choose(
         each of these the most similar one among the first, 0 to count - 1, and its cosine (both B, n - count).
     """
     score = score.detach().float()
-    rank = score.argsort(dim=1, descending=True, stable=True)  # (B, n)
+    rank = ranking(score, descending=True)  # (B, n)
     x = F.normalize(pick(compared.detach().float(), rank), dim=-1)  # (B, n, d), the highest score first
     with torch.autocast(x.device.type, enabled=False):
         alike = x @ x.transpose(1, 2)  # (B, n, n)
@@ -57,8 +57,8 @@ def choose(
     worth = far.log() + relevance * score.gather(1, rank)
     if size is not None:
         worth = worth + crowding * size.gather(1, rank).log()
-    place = worth.argsort(dim=1, descending=True, stable=True)
-    stay, go = place[:, :count].sort(1).values, place[:, count:]  # (B, count), (B, n - count)
+    place = ranking(worth, descending=True)
+    stay, go = in_order(place[:, :count]), place[:, count:]  # (B, count), (B, n - count)
     among = pick(alike, go).gather(2, stay[:, None].expand(-1, go.shape[1], -1))  # (B, n - count, count)
     likeness, target = among.max(2)
     return rank.gather(1, stay), rank.gather(1, go), target, likeness

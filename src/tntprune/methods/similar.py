@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tntprune.tokens import Tokens, merge, take
+from tntprune.tokens import Tokens, merge, ranking, take
 
 
 def halves(order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +43,7 @@ def remove_similar(tokens: Tokens, remove: int, order: torch.Tensor, fold: bool 
     """
     first, second = halves(order)
     closest, match = nearest(tokens.patches[:, first], tokens.patches[:, second])  # (B, |first|) each
-    ranked = closest.argsort(dim=1, stable=True)  # the least similar come first
+    ranked = ranking(closest)  # the least similar come first
     stay, go = ranked[:, : len(first) - remove], ranked[:, len(first) - remove :]
     if fold:
         return merge(tokens, first[stay], second, first[go], match.gather(1, go))

@@ -16,7 +16,7 @@ from tntprune.config import ToMe
 from tntprune.methods.base import Layout, Method, Plan, implements
 from tntprune.methods.similar import nearest
 from tntprune.schedule import Step
-from tntprune.tokens import Tokens, merge
+from tntprune.tokens import Tokens, in_order, merge, ranking
 
 
 @implements(ToMe)
@@ -84,8 +84,8 @@ def match(x: torch.Tensor, gone: int, odd: int) -> tuple[torch.Tensor, ...]:
         tokens of A that go (B, gone); and where in B each of these goes (B, gone).
     """
     closest, best = nearest(x[:, odd::2], x[:, 1 - odd :: 2])  # (B, |A|) each
-    ranked = closest.argsort(dim=1, descending=True, stable=True)
-    go, stay = ranked[:, :gone], ranked[:, gone:].sort(1).values
+    ranked = ranking(closest, descending=True)
+    go, stay = ranked[:, :gone], in_order(ranked[:, gone:])
     into = torch.arange(1 - odd, x.shape[1], 2, device=x.device)
     return 2 * stay + odd, into, 2 * go + odd, best.gather(1, go)
 

@@ -15,7 +15,7 @@ from tntprune.config import ZeroTPrune
 from tntprune.methods.base import Method, implements, top
 from tntprune.methods.similar import nearest
 from tntprune.schedule import Step
-from tntprune.tokens import Tokens, pick, take
+from tntprune.tokens import Tokens, pick, ranking, take
 
 
 def votes(attention: torch.Tensor, rounds: int, boost: bool) -> torch.Tensor:
@@ -69,7 +69,7 @@ def without_similar(feature: torch.Tensor, ranked: torch.Tensor, remove: int) ->
     less = ranked.shape[1] // 2
     better, worse = ranked[:, :-less], ranked[:, -less:]
     closest, _ = nearest(pick(feature, worse), pick(feature, better))  # (B, |worse|), cosines
-    stay = closest.argsort(dim=1, stable=True)[:, : less - remove]  # the least similar come first
+    stay = ranking(closest)[:, : less - remove]  # the least similar come first
     return torch.cat([better, worse.gather(1, stay)], 1)
 
 
