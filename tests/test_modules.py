@@ -1,4 +1,4 @@
-"""A reduced model's parts are modules like any others: hooks, wrappers, shards, adapters and quantizers work on them."""
+"""A reduced model's parts are modules like any others: hooks, wrappers, shards, adapters and quantizers work."""
 
 from __future__ import annotations
 
