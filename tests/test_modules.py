@@ -223,6 +223,9 @@ def test_blocks_sharded_by_fsdp2_run_and_train(name, group):
         assert not torch.equal(model.eval()(images), expected)
     with pytest.raises(UserError, match="sharded by fully_shard cannot be restored"):
         restore_(model)
+    if reduction_of(model).trains:
+        with pytest.raises(UserError, match="sharded by fully_shard cannot be trained by tntprune"):
+            tntprune.calibrate_(model, images)
 
 
 def test_a_model_that_is_sharded_already_is_refused(group):

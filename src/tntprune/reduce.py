@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tntprune.backbones.base import find_backbone, kind_of, refuse_wrapper, tower_of
+from tntprune.backbones.base import find_backbone, refuse_wrapper, tower_of
 from tntprune.backbones.reduced import Reduced
-from tntprune.backbones.swapping import obstacle_in, parts_of, running_device, swap, swap_back
+from tntprune.backbones.swapping import obstacle_in, parts_of, refuse_sharded, running_device, swap, swap_back
 from tntprune.config import METHODS, Combination, Config
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.base import Method, implementation
@@ -81,8 +81,7 @@ def restore_(model: Model) -> Model:
     tower: Any = tower_of(model)
     if is_reduced(model):
         backbone = find_backbone(model)
-        if kind_of(tower) is not type(tower):
-            raise UserError("a model sharded by fully_shard cannot be restored; restore it before it is sharded")
+        refuse_sharded(model, "restored")
         swap_back(model, backbone)
         del tower.reduction
     return model

@@ -15,6 +15,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from tntprune.backbones.base import Answer, find_backbone, tower_of
+from tntprune.backbones.swapping import refuse_sharded
 from tntprune.batches import Pair, Share
 from tntprune.droppath import Depth
 from tntprune.errors import UsageError, UserError
@@ -63,6 +64,7 @@ class Trainer:
             )
         if getattr(model, "num_classes", None) == 0 or getattr(model, "global_pool", None) == "":
             raise UserError("the model gives no class logits to train against; expected one with classes and pooling")
+        refuse_sharded(model, "trained by tntprune")
         self.device = device_of(model)
         self.training = training.on(self.device).among(world.size)
         self.backbone = find_backbone(model)

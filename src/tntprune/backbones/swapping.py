@@ -75,6 +75,20 @@ def obstacle_in(model: nn.Module, backbone: Backbone) -> str | None:
     return None
 
 
+def refuse_sharded(model: nn.Module, verb: str) -> None:
+    """Refuse a model that FSDP2 has sharded, wholly or in part.
+
+    Args:
+        model: Any module.
+        verb: What was to be done, for the message.
+
+    Raises:
+        UserError: it is sharded.
+    """
+    if any(kind_of(module) is not type(module) for module in model.modules()):
+        raise UserError(f"a model sharded by fully_shard cannot be {verb}; expected it before it is sharded")
+
+
 def running_device(model: nn.Module) -> torch.device:
     """Return the device on which a model runs, also where its weights lie elsewhere until they are needed."""
     hooked = next(iter(_devices(model)), None)
