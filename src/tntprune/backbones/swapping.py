@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tntprune.backbones.base import Backbone, kind_of
+from tntprune.errors import UserError
 
 REPLACED = ("forward", "forward_features", "forward_head", "forward_intermediates")
 
