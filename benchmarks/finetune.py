@@ -23,7 +23,7 @@ from tntprune import TNT, load_, macs, reduce_
 from tntprune.config import to_dict
 from tntprune.data import labelled_photos
 from tntprune.environment import stamp
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 from tntprune.images import find_images
 from tntprune.jobs import train_folder
 from tntprune.models import load_model

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 from tntprune import Random, load_, macs, reduce_
 from tntprune.data import labelled_photos
 from tntprune.environment import stamp
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 from tntprune.models import load_model
 from tntprune.storage import write
 

@@ -12,7 +12,7 @@ from tntprune.data import labelled_photos
 from tntprune.digits import scans, scatter
 from tntprune.digits_vit import digits_vit
 from tntprune.errors import UsageError, UserError
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tntprune.augment import LIGHT
 from tntprune.batches import PhotoSource
 from tntprune.cli import main
 from tntprune.data import Photos, labelled_photos, transform_for
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 from tntprune.models import load_model
 from tntprune.reduce import reduction_of
 from tntprune.train import fit

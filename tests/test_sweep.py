@@ -27,7 +27,7 @@ from tntprune.config import ATS, TNT, AViT, Combination, DynamicViT, EViT, EvoVi
 from tntprune.counting import macs
 from tntprune.data import labelled_photos
 from tntprune.errors import UsageError, UserError
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 from tntprune.ledger import Ledger
 from tntprune.models import load_model, shape_of
 from tntprune.options import config_from_text
@@ -398,7 +398,7 @@ def options_of(home):
 def sweep_and_die(home, out, moment):
     """Sweep, and be killed at a moment: in reading, in counting, before, in and after a write, or in taking times."""
     from tntprune.data import Photo
-    from tntprune.evaluate import Tally
+    from tntprune.evaluation import Tally
     from tntprune.sweep import measure
 
     torch.set_num_threads(1)

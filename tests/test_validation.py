@@ -18,7 +18,7 @@ from tntprune import TNT, AViT, load_, reduce_
 from tntprune.augment import Augmentation
 from tntprune.data import Photos, input_mode, labelled_photos, transform_for
 from tntprune.errors import UsageError, UserError
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 from tntprune.jobs import train_folder
 from tntprune.recipes import Recipe
 from tntprune.reduce import reduction_of

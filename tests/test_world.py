@@ -18,7 +18,7 @@ from tntprune import ATS, TNT, DynamicViT, TopK, reduce_, runs
 from tntprune.batches import TensorSource
 from tntprune.data import labelled_photos
 from tntprune.errors import UsageError, UserError
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 from tntprune.runs import EMA, Stopped, train_run
 from tntprune.runstate import STATE, save_state
 from tntprune.storage import read_metadata, read_weights

@@ -15,7 +15,7 @@ from tntprune.digits import cluttered_digits
 from tntprune.digits_vit import digits_vit
 from tntprune.draw import ORIGINAL, kept_maps, sheet
 from tntprune.environment import stamp
-from tntprune.evaluate import Figures, measure
+from tntprune.evaluation import Figures, measure
 from tntprune.reduce import reduce_, reduction_of
 from tntprune.report import page, picture, table
 from tntprune.report.figures import curve

@@ -58,8 +58,8 @@ def evaluate(
 
     from tntprune.data import default_workers
     from tntprune.datasets import open_photos
-    from tntprune.evaluate import Figures
-    from tntprune.evaluate import evaluate as run
+    from tntprune.evaluation import Figures
+    from tntprune.evaluation import evaluate as run
     from tntprune.reduce import is_reduced
     from tntprune.training import MAX_SEED, check_whole
     from tntprune.world import join

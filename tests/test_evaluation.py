@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
-import tntprune.evaluate as evaluation
+import tntprune.evaluation as evaluation
 from conftest import SMALL, make, photos_for
 from tntprune.config import Random
 from tntprune.counting import macs
@@ -18,7 +18,7 @@ from tntprune.data import Photo, labelled_photos
 from tntprune.digits import scans, scatter
 from tntprune.digits_vit import digits_vit
 from tntprune.errors import UserError
-from tntprune.evaluate import evaluate, measure
+from tntprune.evaluation import evaluate, measure
 from tntprune.reduce import reduce_
 
 KEYS = ["images", "skipped", "top1", "top5", "agreement", "macs", "images_per_s", "tokens"]
