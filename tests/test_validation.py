@@ -62,10 +62,10 @@ def test_each_epoch_is_validated_and_the_best_is_kept(folder, tmp_path):
     photos = labelled_photos(folder, model)
     for where, name in (("", "top1"), (EMA, "ema_top1")):
         loaded = load_(make("plain"), tmp_path / "run" / where)
-        figures, _ = evaluate(loaded, photos, workers=0, progress=False)
+        figures = evaluate(loaded, photos, workers=0, progress=False)
         assert figures.top1 == validated[-1][name]
     best = load_(make("plain"), tmp_path / "run" / BEST)
-    assert evaluate(best, photos, workers=0, progress=False)[0].top1 == max(line["top1"] for line in validated)
+    assert evaluate(best, photos, workers=0, progress=False).top1 == max(line["top1"] for line in validated)
 
 
 def test_validating_changes_nothing_of_the_training(folder, tmp_path):
@@ -85,7 +85,7 @@ def test_the_model_is_validated_without_noise_and_goes_on_in_training_mode(folde
         assert reduction_of(model).training
         found = validate()
         assert reduction_of(model).training and not model.blocks[0].training and found == validate()
-    figures, _ = evaluate(model, labelled_photos(folder, model), workers=0, progress=False)
+    figures = evaluate(model, labelled_photos(folder, model), workers=0, progress=False)
     assert found == {"top1": figures.top1, "top5": figures.top5}
 
 

@@ -244,11 +244,11 @@ def folder(tmp_path_factory):
 def evaluated(world, folder, out, config):
     model = make("plain")
     photos = labelled_photos(folder, model)
-    found, bad = evaluate(
+    found = evaluate(
         reduce_(model, config), photos, batch_size=3, workers=0, on_bad_image="skip", world=world, progress=False
     )
     figures = {name: value for name, value in found.to_dict().items() if name != "images_per_s"}
-    (out / f"{world.size}-{world.rank}.json").write_text(json.dumps([figures, bad]))
+    (out / f"{world.size}-{world.rank}.json").write_text(json.dumps([figures, found.bad]))
 
 
 @pytest.mark.parametrize("config", [TNT(at=2), ATS(at=(3, 4))], ids=["tnt", "ats"])

@@ -160,14 +160,7 @@ class LoaderSource:
         while step < last:
             before = step
             for item in self.loader:
-                images, labels = (*item, None, None)[:2] if isinstance(item, list | tuple) else (item, None)
-                if isinstance(item, Mapping):
-                    images, labels = item.get("pixel_values", item), item.get("labels")
-                if not isinstance(images, torch.Tensor):
-                    raise UserError(
-                        f"the loader gives a {type(images).__name__}; expected images, (images, labels), or "
-                        "pixel_values and labels by name"
-                    )
+                images, labels = pair_in(item)
                 if first <= step < last:
                     yield images, labels
                 step += 1
@@ -175,3 +168,20 @@ class LoaderSource:
                     return
             if step == before:
                 raise UserError(f"the loader gave nothing after {step} batches; expected one that can be used again")
+
+
+def pair_in(item: Any) -> Pair:
+    """The images and labels in what a loader gives: images, (images, labels), or `pixel_values` and `labels` by name.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    images, labels = (*item, None, None)[:2] if isinstance(item, list | tuple) else (item, None)
+    if isinstance(item, Mapping):
+        images, labels = item.get("pixel_values", item), item.get("labels")
+    if not isinstance(images, torch.Tensor):
+        raise UserError(
+            f"the loader gives a {type(images).__name__}; expected images, (images, labels), or pixel_values and "
+            "labels by name"
+        )
+    return images, labels

@@ -148,4 +148,5 @@ def _variant(model: nn.Module, config: Config) -> nn.Module:
 
 
 def _point(setting: str, figures: Figures, agreement: float, own: bool) -> Point:
+    assert figures.top1 is not None and figures.top5 is not None  # the photos have labels
     return Point(setting, figures.top1, figures.top5, agreement, figures.macs, own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,3 +72,45 @@ class Packed(Sequence[Photo]):
 def packed(photos: Sequence[Photo]) -> Sequence[Photo]:
     """The same photos, in little memory where they are a list of files."""
     return Packed(photos) if isinstance(photos, list) and all(photo.image is None for photo in photos) else photos
+
+
+def some_of(count: int, limit: int | None) -> list[int]:
+    """Positions of at most `limit` of `count` photos, in order: drawn at random and always the same ones.
+
+    A smaller limit gives a part of what a larger one gives; None gives all.
+    """
+    places = list(range(count))
+    random.Random(0).shuffle(places)
+    return sorted(places[:limit])
+
+
+class Chosen(Sequence[Photo]):
+    """Some photos of a data set, read from it when they are asked for.
+
+    Args:
+        photos: The data set.
+        places: Positions in it.
+    """
+
+    def __init__(self, photos: Sequence[Photo], places: Sequence[int]) -> None:
+        self.photos, self.places = photos, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> Photo: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Chosen: ...
+
+    def __getitem__(self, index: int | slice) -> Photo | Chosen:
+        if isinstance(index, slice):
+            return Chosen(self.photos, self.places[index])
+        return self.photos[self.places[index]]
+
+
+def limited(photos: Sequence[Photo], limit: int) -> Sequence[Photo]:
+    """At most so many of the photos; see `some_of`."""
+    places = some_of(len(photos), limit)
+    return [photos[place] for place in places] if isinstance(photos, list) else Chosen(photos, places)

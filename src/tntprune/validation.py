@@ -55,7 +55,7 @@ class Validation:
                     if batch.bad:
                         raise UserError(batch.bad[0])
                     images = batch.images.to(device)
-                    tally.count(images, self.model(images), batch.labels.to(device))
+                    tally.count(images, tally.backbone.output(self.model, images), batch.labels.to(device))
         finally:
             for module, mode in modes.items():
                 module.training = mode

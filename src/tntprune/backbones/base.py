@@ -111,6 +111,10 @@ class Backbone(ABC):
     def costs(self, model: nn.Module) -> Costs:
         """What its parts cost."""
 
+    def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        """The forward pass of a model, reduced or not: logits (B, classes), or without classes embeddings (B, D)."""
+        return model(images)  # type: ignore[no-any-return]
+
     @abstractmethod
     def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
         """Everything that training looks at, of a model that is reduced or not."""

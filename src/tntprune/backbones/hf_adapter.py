@@ -92,6 +92,9 @@ class HuggingFace(Backbone):
     def ends(self, model: Any, costs: Costs, shape: Layout) -> Costs:
         """The costs with those before the first and after the last block; so far the final norm is for each token."""
 
+    def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        return self.answer(model, images).logits  # a whole CLIP would ask for words too
+
     def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
         tower: Any = self.tower(model)
         if isinstance(tower, ReducedTower):
