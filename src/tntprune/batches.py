@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -72,6 +73,14 @@ class TensorSource:
             )
         self.images, self.labels, self.batch, self.seed, self.mixer = images, labels, batch, seed, mixer
         self.per_epoch = max(1, len(images) // batch)
+
+    def digest(self) -> str:
+        """SHA-256 of the images and labels."""
+        found = hashlib.sha256()
+        for value in [self.images] if self.labels is None else [self.images, self.labels]:
+            for part in value.split(1024):
+                found.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return found.hexdigest()
 
     def check(self, share: Share) -> None:
         check_share(len(self.images), self.batch, share, self.mixer)

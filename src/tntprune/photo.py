@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,8 @@ import numpy as np
 from PIL import Image
 
 from tntprune.images import read_image
+
+READ = 1000  # photos whose contents are in a digest; of more, so many spread evenly
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,31 @@ class Packed(Sequence[Photo]):
         place = range(len(self))[index]
         if isinstance(place, range):
             return [self[i] for i in place]
-        first = self.ends[place - 1] if place else 0
-        return Photo(Path(os.fsdecode(self.names[first : self.ends[place]])), int(self.labels[place]))
+        return Photo(Path(os.fsdecode(self.name(place))), int(self.labels[place]))
+
+    def name(self, place: int) -> bytes:
+        """The path of one file."""
+        return self.names[self.ends[place - 1] if place else 0 : self.ends[place]]
+
+    def digest(self, root: Path) -> str:
+        """SHA-256 of the names, sizes and labels of all photos, and of the contents of `READ` of them.
+
+        Args:
+            root: The folder that names are taken from.
+        """
+        found, above = hashlib.sha256(), os.fsencode(root)
+        every = -(-len(self) // READ)
+        for place in range(len(self)):
+            name, size, content = self.name(place), -1, b""
+            try:
+                about = Path(os.fsdecode(name)).stat()
+                size = about.st_size
+                if place % every == 0 and stat.S_ISREG(about.st_mode):
+                    content = Path(os.fsdecode(name)).read_bytes()
+            except OSError:  # whoever reads it says so
+                pass
+            found.update(b"%b\0%d\0%d\0" % (name.removeprefix(above), self.labels[place], size) + content)
+        return found.hexdigest()
 
 
 def packed(photos: Sequence[Photo]) -> Sequence[Photo]:
