@@ -23,7 +23,7 @@ from tntprune import TNT, load_, macs, reduce_
 from tntprune.config import to_dict
 from tntprune.data import labelled_photos
 from tntprune.environment import stamp
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 from tntprune.images import find_images
 from tntprune.jobs import train_folder
 from tntprune.models import load_model
@@ -84,7 +84,7 @@ class Bench:
         """Top-1 of the whole model."""
         file = self.out / "unpruned.json"
         if not file.exists():
-            write(file, json.dumps(evaluate(self.model(), self.judge)[0].top1).encode())
+            write(file, json.dumps(evaluate(self.model(), self.judge).top1).encode())
         return float(json.loads(file.read_text()))
 
     def row(self, setting: str, kind: str, rate: float | None) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Bench:
             seconds = train_folder(model, self.learn, run, recipe, resume=run.exists()).seconds
             model = load_(self.model(), run)
         base = self.model()
-        found = evaluate(model, self.judge, base=base)[0]
+        found = evaluate(model, self.judge, base=base)
         row = {
             "setting": setting, "kind": kind, "rate": rate, "top1": found.top1, "agreement": found.agreement,
             "images": found.images, "gmacs": cost, "seconds": seconds, "config": to_dict(reduction_of(model).config),

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 from tntprune import Random, load_, macs, reduce_
 from tntprune.data import labelled_photos
 from tntprune.environment import stamp
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 from tntprune.models import load_model
 from tntprune.storage import write
 
@@ -107,13 +107,13 @@ def main(out: Path, doc: Path = Path("docs/pretrain.md")) -> None:
 
     model = load_model(MODEL, weights, img_size=(SIDE, SIDE))
     held_out = labelled_photos(photos / "val", model)
-    whole = evaluate(model, held_out, batch_size=48, progress=False)[0]
+    whole = evaluate(model, held_out, batch_size=48, progress=False)
     rows = []
     for keep in KEEP:
         cost = macs(reduce_(model, Random(at=AT, keep=keep)))
-        random = evaluate(model, held_out, batch_size=48, progress=False)[0]
+        random = evaluate(model, held_out, batch_size=48, progress=False)
         load_(model, reducer, at=AT, keep=keep)
-        tnt = evaluate(model, held_out, batch_size=48, progress=False)[0]
+        tnt = evaluate(model, held_out, batch_size=48, progress=False)
         rows.append((keep, cost.tokens[-1], cost.macs / 1e6, tnt.top1, random.top1))
     write(doc, page(first, second, third, lines(backbone), lines(vit16), whole, rows).encode())
     print(doc)

@@ -45,7 +45,7 @@ from tntprune.bench.clock import keep_memory
 from tntprune.config import Config, options, to_dict
 from tntprune.data import Photos, collate, input_mode, labelled_photos, transform_for
 from tntprune.environment import stamp
-from tntprune.evaluate import Tally
+from tntprune.evaluation import Tally
 from tntprune.models import load_model
 from tntprune.precision import exact_head_
 from tntprune.storage import write

@@ -12,7 +12,7 @@ from tntprune.data import labelled_photos
 from tntprune.digits import scans, scatter
 from tntprune.digits_vit import digits_vit
 from tntprune.errors import UsageError, UserError
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +38,11 @@ def test_every_point_is_what_evaluate_gives_for_it(photos, config):
     assert found.images == 30 and found.data == "digits" and found.stamp
     for keep, point in zip((0.5, 0.25), found.points[-2:], strict=True):
         model = reduce_(digits_vit(), config.changed(keep=keep))
-        alone, _ = evaluate(model, labelled_photos(photos, model), batch_size=8, workers=0, progress=False)
+        alone = evaluate(model, labelled_photos(photos, model), batch_size=8, workers=0, progress=False)
         assert point.setting == f"keep {keep}"
         assert (point.top1, point.top5, point.agreement) == (alone.top1, alone.top5, alone.agreement)
         assert point.macs == alone.macs < found.base.macs
-    whole, _ = evaluate(digits_vit(), labelled_photos(photos, digits_vit()), workers=0, progress=False)
+    whole = evaluate(digits_vit(), labelled_photos(photos, digits_vit()), workers=0, progress=False)
     assert (found.base.top1, found.base.macs, found.base.agreement) == (whole.top1, whole.macs, 100)
 
 

@@ -362,7 +362,7 @@ def test_a_loader_that_names_what_it_gives_and_a_folder_that_cannot_be_read_for_
     assert any(not torch.equal(value, before[name]) for name, value in reduction_of(model).state_dict().items())
     with pytest.raises(tntprune.UserError, match="the loader gives a dict; expected images"):
         tntprune.calibrate_(model, torch.utils.data.DataLoader([{"image": images[0]}]), progress=False)
-    with pytest.raises(tntprune.UserError, match="does not say how photos are prepared"):
+    with pytest.raises(tntprune.UserError, match="no image processor says how photos are prepared"):
         tntprune.data.transform_for(model)
 
 

@@ -19,7 +19,7 @@ from several import processes, start
 from tntprune import DynamicViT, reduce_, storage
 from tntprune.batches import TensorSource
 from tntprune.data import labelled_photos
-from tntprune.evaluate import Tally
+from tntprune.evaluation import Tally
 from tntprune.runlog import LOG
 from tntprune.runs import BEST, EMA, train_run
 from tntprune.runstate import STATE

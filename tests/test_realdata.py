@@ -12,7 +12,7 @@ from tntprune.augment import LIGHT
 from tntprune.batches import PhotoSource
 from tntprune.cli import main
 from tntprune.data import Photos, labelled_photos, transform_for
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 from tntprune.models import load_model
 from tntprune.reduce import reduction_of
 from tntprune.train import fit
@@ -46,7 +46,7 @@ def test_a_short_training_beats_random_drop_on_photos_it_has_not_seen(data):
         reduce_(model, config)
         if isinstance(config, TNT):
             reduction_of(model).load_state_dict(learned)
-        return evaluate(model, held_out, progress=False)[0].agreement
+        return evaluate(model, held_out, progress=False).agreement
 
     random = max(agreement(Random(at=3, keep=0.25, order=seed)) for seed in range(2))
     assert agreement(TNT(at=3, keep=0.25)) > random + 5

@@ -27,7 +27,7 @@ from tntprune.config import ATS, TNT, AViT, Combination, DynamicViT, EViT, EvoVi
 from tntprune.counting import macs
 from tntprune.data import labelled_photos
 from tntprune.errors import UsageError, UserError
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 from tntprune.ledger import Ledger
 from tntprune.models import load_model, shape_of
 from tntprune.options import config_from_text
@@ -150,7 +150,7 @@ def test_rows_are_those_of_evaluate_one_by_one(home, straight):
     for row, job in zip(straight, [Job(MODEL, None), *jobs_of(home)], strict=True):
         base, own = fresh(), fresh()
         model = built(own, own, job.config, None if job.reducer is None else Saved(job.reducer))
-        found, _ = evaluate(model, photos, batch_size=8, workers=0, base=base, progress=False)
+        found = evaluate(model, photos, batch_size=8, workers=0, base=base, progress=False)
         assert (row.top1, row.top5, row.agreement) == (found.top1, found.top5, found.agreement)
         assert (row.macs, row.tokens, row.images) == (found.macs, found.tokens, found.images)
         assert row.base_macs == macs(base).macs and row.skipped == 0
@@ -172,7 +172,7 @@ def test_a_model_has_the_classes_of_its_weights(home, run, tmp_path):
         (tmp_path / "own" / f"class{number % 3}" / photo.name).write_bytes(photo.read_bytes())
     row = run([Job(MODEL, None)], data=tmp_path / "own", weights={MODEL: weights})[0]
     model = load_model(MODEL, weights, img_size=SIZE)
-    expected, _ = evaluate(model, labelled_photos(tmp_path / "own", model), batch_size=8, workers=0, progress=False)
+    expected = evaluate(model, labelled_photos(tmp_path / "own", model), batch_size=8, workers=0, progress=False)
     assert (row.top1, row.top5, row.macs) == (expected.top1, 100, expected.macs)
 
 
@@ -398,7 +398,7 @@ def options_of(home):
 def sweep_and_die(home, out, moment):
     """Sweep, and be killed at a moment: in reading, in counting, before, in and after a write, or in taking times."""
     from tntprune.data import Photo
-    from tntprune.evaluate import Tally
+    from tntprune.evaluation import Tally
     from tntprune.sweep import measure
 
     torch.set_num_threads(1)

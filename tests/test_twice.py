@@ -75,8 +75,13 @@ def plain(model: Any, images: torch.Tensor, number: int = 1) -> tuple[float, dic
         loss = method.penalty(student.tokens, teacher.tokens)
         loss = torch.zeros(()) if loss is None else loss
         if method.kl:
-            target, found = teacher.logits.log_softmax(1), student.logits.log_softmax(1)
-            loss = loss + method.kl * (target.exp() * (target - found)).sum(1).mean()
+            target, found = teacher.logits, student.logits
+            if backbone.classes(model):
+                target, found = target.log_softmax(1), found.log_softmax(1)
+                loss = loss + method.kl * (target.exp() * (target - found)).sum(1).mean()
+            else:
+                alike = (target * found).sum(1) / (target.norm(dim=1) * found.norm(dim=1))
+                loss = loss + method.kl * (1 - alike).mean()
         if method.ce:
             loss = loss - method.ce * student.ce_logits.log_softmax(1)[range(len(images)), labels].mean()
         loss.backward()

@@ -18,7 +18,7 @@ from tntprune import TNT, AViT, load_, reduce_
 from tntprune.augment import Augmentation
 from tntprune.data import Photos, input_mode, labelled_photos, transform_for
 from tntprune.errors import UsageError, UserError
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 from tntprune.jobs import train_folder
 from tntprune.recipes import Recipe
 from tntprune.reduce import reduction_of
@@ -62,10 +62,10 @@ def test_each_epoch_is_validated_and_the_best_is_kept(folder, tmp_path):
     photos = labelled_photos(folder, model)
     for where, name in (("", "top1"), (EMA, "ema_top1")):
         loaded = load_(make("plain"), tmp_path / "run" / where)
-        figures, _ = evaluate(loaded, photos, workers=0, progress=False)
+        figures = evaluate(loaded, photos, workers=0, progress=False)
         assert figures.top1 == validated[-1][name]
     best = load_(make("plain"), tmp_path / "run" / BEST)
-    assert evaluate(best, photos, workers=0, progress=False)[0].top1 == max(line["top1"] for line in validated)
+    assert evaluate(best, photos, workers=0, progress=False).top1 == max(line["top1"] for line in validated)
 
 
 def test_validating_changes_nothing_of_the_training(folder, tmp_path):
@@ -85,7 +85,7 @@ def test_the_model_is_validated_without_noise_and_goes_on_in_training_mode(folde
         assert reduction_of(model).training
         found = validate()
         assert reduction_of(model).training and not model.blocks[0].training and found == validate()
-    figures, _ = evaluate(model, labelled_photos(folder, model), workers=0, progress=False)
+    figures = evaluate(model, labelled_photos(folder, model), workers=0, progress=False)
     assert found == {"top1": figures.top1, "top5": figures.top5}
 
 

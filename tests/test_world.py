@@ -18,7 +18,7 @@ from tntprune import ATS, TNT, DynamicViT, TopK, reduce_, runs
 from tntprune.batches import TensorSource
 from tntprune.data import labelled_photos
 from tntprune.errors import UsageError, UserError
-from tntprune.evaluate import evaluate
+from tntprune.evaluation import evaluate
 from tntprune.runs import EMA, Stopped, train_run
 from tntprune.runstate import STATE, save_state
 from tntprune.storage import read_metadata, read_weights
@@ -244,11 +244,11 @@ def folder(tmp_path_factory):
 def evaluated(world, folder, out, config):
     model = make("plain")
     photos = labelled_photos(folder, model)
-    found, bad = evaluate(
+    found = evaluate(
         reduce_(model, config), photos, batch_size=3, workers=0, on_bad_image="skip", world=world, progress=False
     )
     figures = {name: value for name, value in found.to_dict().items() if name != "images_per_s"}
-    (out / f"{world.size}-{world.rank}.json").write_text(json.dumps([figures, bad]))
+    (out / f"{world.size}-{world.rank}.json").write_text(json.dumps([figures, found.bad]))
 
 
 @pytest.mark.parametrize("config", [TNT(at=2), ATS(at=(3, 4))], ids=["tnt", "ats"])

@@ -44,17 +44,25 @@ class Augmentation:
         for name in ("hflip", "random_erasing"):
             value = getattr(self, name)
             check(is_number(value) and 0 <= value <= 1, f"{name}={value}: expected a probability from 0 to 1")
-        for name in ("color_jitter", "mixup", "cutmix"):
+        jitter = self.color_jitter
+        check(is_number(jitter) and 0 <= jitter <= 100, f"color_jitter={jitter}: expected a number from 0 to 100")
+        for name in ("mixup", "cutmix"):
             value = getattr(self, name)
-            check(is_number(value) and value >= 0, f"{name}={value}: expected a number from 0")
+            good = is_number(value) and (
+                value == 0 or 0.001 <= value <= 1000
+            )  # others overflow in the beta distribution
+            check(good, f"{name}={value}: expected 0, or a number from 0.001 to 1000")
         check(
             is_int(self.repeats) and self.repeats >= 1, f"repeats={self.repeats}: expected a whole number, 1 or larger"
         )
         text = self.auto_augment
         check(
-            text is None or (isinstance(text, str) and bool(re.fullmatch(r"\w+(-[a-z]+[\d.]+)*", text))),
+            text is None or (isinstance(text, str) and bool(re.fullmatch(r"\w+(-[a-z]+\d*\.?\d+)*", text))),
             f"auto_augment={text!r}: expected timm's text, such as 'rand-m9-mstd0.5-inc1', or None",
         )
+        for part, number in re.findall(r"-([a-z]+)([\d.]+)", text or ""):
+            most = 1000 if part == "mstd" else 100  # the number of operations per image among them
+            check(float(number) <= most, f"auto_augment={text!r}: {part}{number} is too large; expected at most {most}")
 
     @property
     def mixes(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -72,6 +73,14 @@ class TensorSource:
             )
         self.images, self.labels, self.batch, self.seed, self.mixer = images, labels, batch, seed, mixer
         self.per_epoch = max(1, len(images) // batch)
+
+    def digest(self) -> str:
+        """SHA-256 of the images and labels."""
+        found = hashlib.sha256()
+        for value in [self.images] if self.labels is None else [self.images, self.labels]:
+            for part in value.split(1024):
+                found.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return found.hexdigest()
 
     def check(self, share: Share) -> None:
         check_share(len(self.images), self.batch, share, self.mixer)
@@ -160,14 +169,7 @@ class LoaderSource:
         while step < last:
             before = step
             for item in self.loader:
-                images, labels = (*item, None, None)[:2] if isinstance(item, list | tuple) else (item, None)
-                if isinstance(item, Mapping):
-                    images, labels = item.get("pixel_values", item), item.get("labels")
-                if not isinstance(images, torch.Tensor):
-                    raise UserError(
-                        f"the loader gives a {type(images).__name__}; expected images, (images, labels), or "
-                        "pixel_values and labels by name"
-                    )
+                images, labels = pair_in(item)
                 if first <= step < last:
                     yield images, labels
                 step += 1
@@ -175,3 +177,20 @@ class LoaderSource:
                     return
             if step == before:
                 raise UserError(f"the loader gave nothing after {step} batches; expected one that can be used again")
+
+
+def pair_in(item: Any) -> Pair:
+    """The images and labels in what a loader gives: images, (images, labels), or `pixel_values` and `labels` by name.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    images, labels = (*item, None, None)[:2] if isinstance(item, list | tuple) else (item, None)
+    if isinstance(item, Mapping):
+        images, labels = item.get("pixel_values", item), item.get("labels")
+    if not isinstance(images, torch.Tensor):
+        raise UserError(
+            f"the loader gives a {type(images).__name__}; expected images, (images, labels), or pixel_values and "
+            "labels by name"
+        )
+    return images, labels

@@ -20,7 +20,7 @@ from tntprune.methods.base import Method, implementation
 from tntprune.plan import is_plan, read_plan
 from tntprune.reduce import base_of, inherit, missing_in, reduce_, reduction_of, with_dimension
 from tntprune.shipped import SHIPPED, find_shipped
-from tntprune.storage import make_folder, packed, read_metadata, read_weights, write
+from tntprune.storage import check_finite, make_folder, packed, read_metadata, read_weights, write
 
 if TYPE_CHECKING:
     from tntprune.curve import Curve
@@ -47,11 +47,17 @@ def save(
         The path of the file.
 
     Raises:
-        UserError: the model is not reduced, or the folder cannot be written.
+        UserError: the model is not reduced, its reduction has values that are not finite, or the folder cannot be
+            written.
+
+    Warns:
+        UserNote: the reduction was never calibrated.
     """
     method = reduction_of(model)
     _check_whole(method)
     folder = Path(folder)
+    tensors = {name: value.detach().cpu().contiguous() for name, value in method.state_dict().items()}
+    check_finite(folder / FILE, tensors)  # load_ would refuse them
     make_folder(folder)
     layout = method.layout
     about = {
@@ -62,9 +68,11 @@ def save(
         "model": json.dumps(identity(model)),
         "backbone": json.dumps({"embed_dim": layout.embed_dim, "depth": layout.depth}),
     }
+    if not method.calibrated:
+        about["calibrated"] = "no"
+        method.warn_uncalibrated()
     if weights:
         save_weights(model, folder)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in method.state_dict().items()}
     write(folder / FILE, packed(tensors or {EMPTY: torch.zeros(1)}, metadata=about))
     if card:
         from tntprune.card import CARD, model_card
@@ -105,7 +113,7 @@ def save_weights(model: nn.Module, folder: str | Path, made_by: str = "") -> Pat
         The path of the file.
 
     Raises:
-        UserError: adapters are on the model, or the folder cannot be written.
+        UserError: adapters are on the model, a weight is not finite, or the folder cannot be written.
     """
     for name, module in model.named_modules():
         if hasattr(module, "base_layer") or hasattr(module, "parametrizations"):
@@ -114,8 +122,9 @@ def save_weights(model: nn.Module, folder: str | Path, made_by: str = "") -> Pat
                 "expected merged weights (peft's merge_and_unload), or a reduction saved without weights"
             )
     path = Path(folder) / WEIGHTS
-    make_folder(path.parent)
     own = {name: value.detach().cpu().contiguous() for name, value in base_of(model).state_dict().items()}
+    check_finite(path, own)
+    make_folder(path.parent)
     about = {"tntprune": tntprune.__version__, "made_by": made_by, **packed_names(model)}
     write(path, packed(own, metadata=about))
     return path
@@ -179,6 +188,7 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
         warn_of_others(path, base_of(model), about.get("model", ""))
     own: Any = reduction_of(reduce_(model, config, *more))
     inherit(own.parts[0] if more and not isinstance(config, Combination) else own, tensors)
+    own.set_calibrated(about.get("calibrated") != "no")
     if tuned is not None:
         model.load_state_dict(tuned, strict=False)
     return model

@@ -16,7 +16,7 @@ from tntprune.config import Combination, Config
 from tntprune.data import Photos, collate, default_workers, input_mode, labelled_photos, transform_for
 from tntprune.environment import stamp
 from tntprune.errors import UserError
-from tntprune.evaluate import Figures, Tally
+from tntprune.evaluation import Figures, Tally
 from tntprune.reduce import base_of, device_of, inherit, reduce_, reduction_of
 
 KEEPS = (0.8, 0.7, 0.6, 0.5, 0.35, 0.25)
@@ -148,4 +148,5 @@ def _variant(model: nn.Module, config: Config) -> nn.Module:
 
 
 def _point(setting: str, figures: Figures, agreement: float, own: bool) -> Point:
+    assert figures.top1 is not None and figures.top5 is not None  # the photos have labels
     return Point(setting, figures.top1, figures.top5, agreement, figures.macs, own)

@@ -16,12 +16,14 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from tntprune.augment import Augmentation
+from tntprune.backbones.base import find_backbone
 from tntprune.classnames import class_names
 from tntprune.errors import UsageError, UserError
 from tntprune.images import BadImage, find_images
 from tntprune.photo import Photo as Photo
 from tntprune.photo import packed
 from tntprune.posterize import mend
+from tntprune.processor import Processor
 
 if TYPE_CHECKING:
     from tntprune.streams import Stream
@@ -36,7 +38,24 @@ def labelled_photos(folder: Path, model: nn.Module) -> list[Photo]:
     Raises:
         UserError: the folder is missing or empty, or its subfolders are not classes of the model.
     """
+    return _labelled(find_images(folder), folder, model)
+
+
+def photos_in(folder: Path, model: nn.Module) -> list[Photo]:
+    """The photos of a folder, with labels where there are any.
+
+    There are none where the model has no classes, or where every photo lies in the folder itself.
+
+    Raises:
+        UserError: see `labelled_photos`; some photos lie in the folder itself, and some in folders.
+    """
     paths = find_images(folder)
+    if not classes_of(model) or all(path.parent == folder for path in paths):
+        return [Photo(path, -1) for path in paths]
+    return _labelled(paths, folder, model)
+
+
+def _labelled(paths: Sequence[Path], folder: Path, model: nn.Module) -> list[Photo]:
     loose = next((path for path in paths if path.parent == folder), None)
     if loose is not None:
         raise UserError(f"{loose}: not in a class folder; expected {folder}/CLASS/{loose.name}")
@@ -55,6 +74,18 @@ def class_folders(folder: Path) -> list[str]:
     return sorted({names[0] for names in parts if len(names) > 1})
 
 
+def classes_of(model: Any) -> int:
+    """How many classes a model of timm or transformers tells apart; 0 where it gives an embedding."""
+    return int(getattr(model, "num_classes", getattr(model, "num_labels", 0)))
+
+
+def _label_names(model: Any) -> list[str]:
+    """The names of the classes in the config of a transformers model, in their order; none where it has no own."""
+    names = getattr(getattr(model, "config", None), "id2label", None) or {}
+    found = [str(names[number]) for number in sorted(names)]
+    return [] if all(name.startswith("LABEL_") for name in found) else found
+
+
 def class_index(
     names: list[str], model: Any, place: Path | str, what: Literal["folders", "classes"] = "folders"
 ) -> dict[str, int]:
@@ -62,20 +93,20 @@ def class_index(
 
     Args:
         names: Of the classes, different ones.
-        model: With `num_classes`.
+        model: With `num_classes`, or `num_labels`.
         place: Where they are, for messages.
         what: They are, for messages.
 
     Raises:
         UserError: some of them are not classes of the model.
     """
-    classes = model.num_classes
+    classes = classes_of(model)
     if not classes:
         raise UserError(f"{type(model).__name__} has no classes to tell apart; expected a model with a classifier")
-    own = class_names(model)
+    own = class_names(model) or _label_names(model)
     if own and set(names) <= set(own):
         return {name: own.index(name) for name in names}
-    subset = infer_imagenet_subset(model)
+    subset = infer_imagenet_subset({"num_classes": classes})
     known = {name: i for i, name in enumerate(ImageNetInfo(subset).label_names())} if subset else {}
     unknown = [name for name in names if name not in known]
     if not unknown:
@@ -102,27 +133,31 @@ def all_photos(folder: Path) -> list[Photo]:
 
 
 def transform_for(model: Any, augment: Augmentation | None = None) -> Callable[[Any], torch.Tensor]:
-    """timm's transform of the model: its own size, crop, interpolation, mean and deviation.
+    """The model's own transform of photos: its size, crop, interpolation, mean and standard deviation.
+
+    Of timm's models it is timm's; of those of transformers the image processor that lies beside their weights.
 
     Args:
-        model: With timm's `pretrained_cfg`.
+        model: With timm's `pretrained_cfg`, or made by transformers' `from_pretrained`.
         augment: For training: what is done to images one by one, instead of the centre crop.
 
     Raises:
-        UserError: the model is one of transformers, which does not carry its transform.
+        UserError: there is no processor beside a model of transformers, or its images do not fit the model.
         UsageError: timm does not know the `auto_augment`.
     """
-    if hasattr(model, "from_pretrained"):  # timm would take ImageNet's mean and deviation without a word
-        raise UserError(
-            f"{type(model).__name__} does not say how photos are prepared for it; expected images as its image "
-            "processor makes them, in a tensor or a DataLoader"
-        )
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None)  # timm's default is not always the model's
-    config = resolve_model_data_config(model, {"input_size": (model.in_chans, *size)} if size else {})
-    if augment is None:
-        return create_transform(**config)  # type: ignore[no-any-return]
+    if hasattr(model, "from_pretrained"):
+        processor = Processor(model)
+        if augment is None:
+            return processor
+        made = processor.pixels()
+        config = {**made._asdict(), "input_size": (len(made.mean), *made.size)}
+    else:
+        size = getattr(getattr(model, "patch_embed", None), "img_size", None)  # timm's default may be another one
+        config = resolve_model_data_config(model, {"input_size": (model.in_chans, *size)} if size else {})
+        if augment is None:
+            return create_transform(**config)  # type: ignore[no-any-return]
     try:
-        made = create_transform(
+        transform = create_transform(
             config["input_size"], is_training=True, interpolation=config["interpolation"], mean=config["mean"],
             std=config["std"], scale=(augment.crop, 1.0), hflip=augment.hflip, auto_augment=augment.auto_augment,
             color_jitter=augment.color_jitter or None, re_prob=augment.random_erasing, re_mode="pixel",
@@ -131,7 +166,7 @@ def transform_for(model: Any, augment: Augmentation | None = None) -> Callable[[
         raise UsageError(
             f"auto_augment={augment.auto_augment!r}: unknown to timm; expected text such as 'rand-m9-mstd0.5-inc1'"
         ) from None
-    return mend(made)  # type: ignore[no-any-return]
+    return mend(transform)  # type: ignore[no-any-return]
 
 
 class Batch(NamedTuple):
@@ -236,4 +271,7 @@ def default_workers() -> int:
 
 def input_mode(model: Any) -> Literal["RGB", "L"]:
     """How images are read for a model."""
-    return "L" if getattr(model, "in_chans", 3) == 1 else "RGB"
+    channels = getattr(model, "in_chans", None)
+    if channels is None and hasattr(model, "from_pretrained"):
+        channels = find_backbone(model).input_size(model)[0]
+    return "L" if channels == 1 else "RGB"

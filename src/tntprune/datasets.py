@@ -11,7 +11,7 @@ from typing import Any, overload
 
 from timm.data import create_dataset
 
-from tntprune.data import Photo, all_photos, class_index, labelled_photos
+from tntprune.data import Photo, all_photos, class_index, classes_of, labelled_photos, photos_in
 from tntprune.errors import UsageError, UserError
 from tntprune.images import BadImage
 from tntprune.streams import Remote, Shards, Stream, number_of
@@ -25,7 +25,7 @@ def open_photos(
     *,
     split: str | None = None,
     training: bool = False,
-    labelled: bool = True,
+    labelled: bool | None = True,
     root: Path | None = None,
     samples: int | None = None,
 ) -> Sequence[Photo] | Stream:
@@ -39,7 +39,7 @@ def open_photos(
         split: Of the data set, "train" or "validation" if not given; of a folder, the folder in it. For tar files also
             their names and the number of photos in them, such as "train-{0000..0009}.tar|12000".
         training: Which split it is if none is given.
-        labelled: Whether labels are wanted.
+        labelled: Whether labels are wanted; None: if there are any, see `data.photos_in`.
         root: Where "torch/" data lies, and where "hfds/" data is kept.
         samples: How many photos a stream has, where it does not tell.
 
@@ -57,7 +57,10 @@ def open_photos(
         folder = Path(spec) if split is None else Path(spec, split)
         if root is not None or samples is not None:
             raise UsageError(f"{spec}: a folder needs no {'root' if root is not None else 'samples'}; leave it out")
+        if labelled is None:
+            return photos_in(folder, model)
         return labelled_photos(folder, model) if labelled else all_photos(folder)
+    labelled = bool(classes_of(model)) if labelled is None else labelled
     if samples is not None and kind not in ("hfids", "wds"):
         raise UsageError(f"samples={samples}: {kind}/ tells how many photos it has; leave it out")
     if find_spec(NEEDS[kind]) is None:
@@ -127,7 +130,7 @@ def class_numbers(names: list[str], model: Any, spec: str) -> list[int]:
         UserError: they are not the model's classes.
     """
     index = class_index(names, model, spec, "classes")
-    return [index[name] for name in names] if names else list(range(model.num_classes))
+    return [index[name] for name in names] if names else list(range(classes_of(model)))
 
 
 class Listed(Sequence[Photo]):

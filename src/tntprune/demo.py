@@ -15,7 +15,7 @@ from tntprune.digits import cluttered_digits
 from tntprune.digits_vit import digits_vit
 from tntprune.draw import ORIGINAL, kept_maps, sheet
 from tntprune.environment import stamp
-from tntprune.evaluate import Figures, measure
+from tntprune.evaluation import Figures, measure
 from tntprune.reduce import reduce_, reduction_of
 from tntprune.report import page, picture, table
 from tntprune.report.figures import curve
@@ -104,7 +104,7 @@ def demo(out: Path, seed: int = 0, progress: bool = True) -> Demo:
             reduce_(model, config.changed(tokens=tokens))
             reduction_of(model).load_state_dict(learned)
             found = measure(model, zip(held_out.split(100), answers.split(100), strict=True), compare=True)
-            assert found.base is not None and found.speedup is not None
+            assert found.base is not None and found.speedup is not None and found.top1 is not None
             base = base or found.base
             rows.append(Row(name, tokens, found.top1, found.macs, found.images_per_s, found.speedup))
             if name == "TNT" and tokens in SHOWN:
@@ -119,6 +119,7 @@ def demo(out: Path, seed: int = 0, progress: bool = True) -> Demo:
 
 def _page(result: Demo, maps: list[dict[str, Any]]) -> str:
     names, base = list(METHODS), result.base
+    assert base.top1 is not None  # the scans have labels
     lines = {name: [(row.macs / 1e6, row.top1) for row in result.rows if row.method == name] for name in names}
     drawn = curve(lines, (base.macs / 1e6, base.top1), "MMACs an image", "held-out scans right, %", "svg")
     whole = [

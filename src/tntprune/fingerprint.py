@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from pathlib import Path
@@ -92,3 +93,12 @@ def warn_of_others(path: Path, model: nn.Module, recorded: str) -> None:
             UserNote,
             stacklevel=3,
         )
+
+
+def digest_of(model: nn.Module) -> str:
+    """SHA-256 of everything in a model's state, names and values."""
+    found = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from torch import nn
 
 from tntprune.data import default_workers
 from tntprune.datasets import open_photos
+from tntprune.photo import Packed, packed
 from tntprune.recipes import Recipe
 from tntprune.reduce import device_of
 from tntprune.runlog import read_log
@@ -103,6 +105,7 @@ def train_folder(
         labelled = needs_labels(model, training)
         source = photo_source(model, data, recipe, labelled, workers, split=split, root=root, samples=samples)
         photos = None if val is None else open_photos(val, model, split=val_split, root=root)
+    photos = packed(photos) if isinstance(photos, Sequence) else photos
     validate = None if photos is None else Validation(model, photos, workers=workers, world=world)
     told: dict[str, Any] = {
         "data": _told(data),
@@ -112,6 +115,10 @@ def train_folder(
         "val_split": val_split,
         "augmentation": asdict(recipe.augmentation),
     }
+    looked = {"data_digest": (data, source.photos.photos), "val_digest": (val or "", photos)}
+    told |= world.agree(
+        lambda: {name: one.digest(Path(place)) for name, (place, one) in looked.items() if isinstance(one, Packed)}
+    )
     path = train_run(
         model, source, training, out, resume=resume, save_every=save_every, about={**(about or {}), **told},
         validate=validate, backbone=backbone, tensorboard=tensorboard, world=world, progress=progress,

@@ -26,6 +26,7 @@ class Beside(Method):
     def __init__(self, other: Method) -> None:
         self._schedule = other._schedule  # type: ignore[method-assign]  # before it is asked for
         super().__init__(other.config, other.layout)
+        self.calibrated = True  # it has nothing to learn
 
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         return None

@@ -65,8 +65,9 @@ def reduce_(model: Model, config: Config | str | Path, *more: Config, **changes:
     if more:
         config = Combination(parts=given)
     kind = implementation(type(config))
-    method = kind(config, layout).train(tower.training)
-    tower.reduction = method.to(running_device(tower))
+    with torch.inference_mode(False):  # or its parameters could never be trained
+        method = kind(config, layout).train(tower.training)
+        tower.reduction = method.to(running_device(tower))
     swap(model, backbone)
     return model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,10 +11,15 @@ from typing import Any
 from tntprune.checkpoint import FILE, WEIGHTS
 from tntprune.errors import UsageError, UserError
 from tntprune.runlog import LOG
-from tntprune.runstate import STATE
+from tntprune.runstate import AGAIN, STATE, read_object
 from tntprune.storage import read_metadata
 
 LOCK = ".lock"
+DIGESTS = {  # what must have the same contents in a resumed training; older ones do not record it
+    "model_digest": "weights of the model",
+    "data_digest": "images to train on",
+    "val_digest": "photos to validate on",
+}
 
 
 def find_start(out: Path, resume: bool, options: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
@@ -31,7 +36,7 @@ def find_start(out: Path, resume: bool, options: dict[str, Any]) -> tuple[int | 
             raise UsageError(f"{out}: holds a training already; expected another --out, or --resume to continue it")
         return 0, {}
     if finished:
-        before = json.loads(read_metadata(finished).get("made_by") or "{}")
+        before = read_object(finished, read_metadata(finished), "made_by")
         _check_same(out, before, options)
         return None, before
     if not state:
@@ -39,9 +44,12 @@ def find_start(out: Path, resume: bool, options: dict[str, Any]) -> tuple[int | 
             return 0, {}
         raise UsageError(f"{out}: no training to continue; start one without --resume")
     about = read_metadata(out / STATE)
-    before = json.loads(about.get("options", "{}"))
+    before = read_object(out / STATE, about, "options")
     _check_same(out, before, options)
-    return int(about["step"]), before
+    step = about.get("step", "")
+    if not re.fullmatch("[1-9][0-9]{0,17}", step):
+        raise UserError(f"{out / STATE}: broken (step is {step[:20]!r}, expected a number above 0); {AGAIN}")
+    return int(step), before
 
 
 def _begun(out: Path) -> bool:
@@ -59,6 +67,12 @@ def ended(out: Path) -> Path | None:
 
 def _check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     given, held = now["training"], before.get("training", {})
+    if not isinstance(held, dict):
+        raise UserError(f"{out}: what is told of its training is broken (training is no object); {AGAIN}")
+    for name, what in DIGESTS.items():
+        if name in before and name in now and before[name] != now[name]:
+            raise UsageError(f"{out}: was started with other {what}; expected the same ones to continue it")
+    before, now = ({k: v for k, v in one.items() if k not in DIGESTS} for one in (before, now))
     open_ = [name for name in ("parts", "epochs") if given[name] is None]  # what was decided at the start holds
     now = {**now, "training": {**given, **{name: held.get(name) for name in open_}}}
     changed = _differences(before, now)

@@ -81,7 +81,10 @@ def _board(out: Path, first: int) -> Any:
 
 
 def _step(line: str) -> int:
+    """The step of a line; 0 of one that is no object of numbers, such as half a line from a machine that lost power."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # half a line, from a machine that lost power
+        found = json.loads(line)
+        numbers = all(isinstance(value, int | float) for value in found.values())
+        return int(found["step"]) if numbers and {"epoch", "seconds"} <= found.keys() else 0
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return 0

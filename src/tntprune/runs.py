@@ -18,11 +18,12 @@ from tntprune.batches import Source
 from tntprune.checkpoint import FILE, WEIGHTS, save, save_weights
 from tntprune.config import to_dict
 from tntprune.errors import UserError
+from tntprune.fingerprint import digest_of
 from tntprune.interrupts import interrupts
-from tntprune.reduce import reduction_of
+from tntprune.reduce import base_of, reduction_of
 from tntprune.runfolder import LOCK, alone, find_start, remove, unfinished
 from tntprune.runlog import open_log
-from tntprune.runstate import STATE, load_state, save_state
+from tntprune.runstate import AGAIN, STATE, load_state, save_state
 from tntprune.storage import make_folder
 from tntprune.train import fit
 from tntprune.trainer import Trainer
@@ -88,6 +89,7 @@ def train_run(
     told = {"training": asdict(training), **(about or {})}
     if not backbone:
         told["reduction"] = to_dict(reduction_of(model).config)
+    told |= world.agree(lambda: _digests(model, source, training, backbone))
     options: dict[str, Any] = json.loads(json.dumps(told))
     first, before = world.agree(lambda: find_start(out, resume, options))
     held = before.get("training", {})  # what was decided at the start holds
@@ -101,6 +103,8 @@ def train_run(
     run = None
     if first is not None:  # what is wrong is told before a folder is made
         run = _Run(model, source, training, out, options, world, validate, backbone)
+        if first >= run.total:
+            raise UserError(f"{out / STATE}: broken (step is {first}, of {run.total} in all); {AGAIN}")
         source.check(run.trainer.share)
     with ExitStack() as stack:
 
@@ -117,6 +121,17 @@ def train_run(
             remove([out / STATE, out / LOCK, *unfinished(out)])
         world.wait()
     return out / (WEIGHTS if backbone else FILE)
+
+
+def _digests(model: nn.Module, source: Source, training: Training, backbone: bool) -> dict[str, str]:
+    """What tells the model's weights and the images from others, for `runfolder.DIGESTS`."""
+    found = {}
+    if not backbone:  # else the checkpoint has all of its weights
+        found["model_digest"] = digest_of(model if training.unfreeze else base_of(model))
+    digest = getattr(source, "digest", None)
+    if digest is not None:
+        found["data_digest"] = digest()
+    return found
 
 
 class _Run:

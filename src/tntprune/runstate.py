@@ -14,6 +14,7 @@ from tntprune.storage import read_metadata, read_weights, write
 from tntprune.trainer import Trainer
 
 STATE = "checkpoint.safetensors"
+AGAIN = "start the training again in another folder"
 VALUE, EMA = "value", "ema"  # beside the names that the optimizer has for what it keeps of a parameter
 
 
@@ -45,6 +46,21 @@ def save_state(path: Path, trainer: Trainer, step: int, options: dict[str, Any],
     write(path, to_bytes(plain, metadata=about))
 
 
+def read_object(path: Path, about: dict[str, str], key: str) -> dict[str, Any]:
+    """The JSON object in one entry of a file's metadata; an empty one where there is no such entry.
+
+    Raises:
+        UserError: the entry is no JSON object.
+    """
+    try:
+        found = json.loads(about.get(key) or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: broken ({key} is no JSON object); {AGAIN}")
+    return found
+
+
 def load_state(path: Path, trainer: Trainer) -> dict[str, Any]:
     """Put a state into a trainer of the same training, in every process.
 
@@ -74,8 +90,13 @@ def load_state(path: Path, trainer: Trainer) -> dict[str, Any]:
     trainer.merge()
     for name, value in trainer.averages().items():
         value.data.copy_(averages[name])
-    scaler = json.loads(about.get("scaler", "{}"))
+    scaler, notes = (read_object(path, about, key) for key in ("scaler", "notes"))
     if scaler:
-        trainer.scaler.load_state_dict(scaler)
-    notes: dict[str, Any] = json.loads(about.get("notes", "{}"))
+        try:
+            trainer.scaler.load_state_dict(scaler)
+        except (KeyError, TypeError, RuntimeError):
+            raise UserError(f"{path}: broken (scaler is not of this training); {AGAIN}") from None
+    best = notes.get("best", {"top1": 0})
+    if not isinstance(best, dict) or not isinstance(best.get("top1"), int | float):
+        raise UserError(f"{path}: broken (notes have no top1 of the best epoch); {AGAIN}")
     return notes

@@ -22,7 +22,7 @@ from tntprune.learning import learning, weights_of
 from tntprune.mixing import mixer_for
 from tntprune.recipes import Recipe
 from tntprune.reduce import device_of, reduction_of
-from tntprune.trainer import Trainer
+from tntprune.trainer import Diverged, Trainer
 from tntprune.training import Training, check_whole
 from tntprune.world import ALONE, World
 
@@ -52,8 +52,15 @@ def fit(
         world: The processes that train together.
 
     Raises:
-        UserError: the loss is not finite.
+        UserError: the images cannot be used, or the loss is not finite; what the reduction had learned before the
+            training is put back then.
     """
+    method = reduction_of(model)
+    if any(value.is_inference() for value in (*model.parameters(), *model.buffers())):
+        raise UserError(
+            "the model was made under torch.inference_mode(), so it cannot be trained; expected one made outside of it"
+        )
+    calibrated, before = method.calibrated, {name: value.clone() for name, value in method.state_dict().items()}
     epochs = training.passes(source.per_epoch, reduction_of(model).learners)
     total = epochs * source.per_epoch
     training = replace(training, epochs=epochs)
@@ -73,9 +80,12 @@ def fit(
         parts = source.batches(first, total, trainer.share)
         with bar:
             for number in range(first, total):
-                loss = trainer.step(number, list(islice(parts, len(trainer.share.mine)))).item()
-                if not math.isfinite(loss):
-                    raise UserError(f"loss {loss} in step {number + 1}; expected a finite one: try a smaller --lr")
+                try:
+                    loss = trainer.step(number, list(islice(parts, len(trainer.share.mine)))).item()
+                except Diverged:
+                    method.load_state_dict(before)
+                    method.set_calibrated(calibrated)
+                    raise
                 average = loss if math.isnan(average) else 0.95 * average + 0.05 * loss
                 bar.set_postfix(loss=f"{average:.4f}", refresh=False)
                 bar.update()

@@ -29,6 +29,10 @@ from tntprune.tuning import LowRank
 from tntprune.world import ALONE, World
 
 
+class Diverged(UserError):
+    """A loss or a gradient was not finite; nothing was learned from it."""
+
+
 class Trainer:
     """One training of a reduced model: the optimizer, the schedule and one step.
 
@@ -62,13 +66,17 @@ class Trainer:
                 f"freeze_epochs={training.freeze_epochs}: {self.method.config.method} has nothing to learn meanwhile; "
                 "expected 0"
             )
-        if getattr(model, "num_classes", None) == 0 or getattr(model, "global_pool", None) == "":
-            raise UserError("the model gives no class logits to train against; expected one with classes and pooling")
+        if getattr(model, "global_pool", None) == "":
+            raise UserError(
+                "the model pools nothing (global_pool=''), so it has no logits and no embedding to train against; "
+                "expected one that pools, such as timm.create_model(..., global_pool='token')"
+            )
         refuse_sharded(model, "trained by tntprune")
         self.device = device_of(model)
         self.training = training.on(self.device).among(world.size)
         self.backbone = find_backbone(model)
         self.ce, self.kl = weights_of(model, training)
+        self.embeds = not self.backbone.classes(model)
         if self.ce and not self.backbone.classes(model):
             other = "distill=1" if training.unfreeze else "a method that is trained without labels, such as tnt"
             raise UserError(
@@ -150,6 +158,8 @@ class Trainer:
             parameter.requires_grad_(thawed or parameter in self.own)
         self.optimizer.zero_grad()
         sum_ = torch.zeros((), device=self.device)
+        for images, _ in parts:
+            self.backbone.check_images(self.model, images)
         for part, (images, labels) in zip(self.share.mine, parts, strict=True):
             self.seed(self.training.seed_of(number, part))
             sum_ += self.backward(images, labels)
@@ -157,18 +167,50 @@ class Trainer:
             self.low.pull()
         loss = together(list(self.learned.values()), sum_, self.world)
         self.scaler.unscale_(self.optimizer)
-        if self.training.clip is not None:
-            nn.utils.clip_grad_norm_(self.learned.values(), self.training.clip)
+        if self.training.clip is None:
+            norm = nn.utils.get_total_norm([p.grad for p in self.learned.values() if p.grad is not None])
+        else:
+            norm = nn.utils.clip_grad_norm_(self.learned.values(), self.training.clip)
+        if not (loss if self.scaler.is_enabled() else loss + norm).isfinite():  # a scaler skips such gradients itself
+            raise Diverged(self.blame(number, parts))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.merge()
         if self.average is not None:
             self.average.update(self.whole)
+        if not self.training.unfreeze:
+            self.method.set_calibrated()
         return loss
+
+    @torch.no_grad()
+    def blame(self, number: int, parts: Sequence[Pair]) -> str:
+        """Say why the loss of a step, or a gradient, is not finite, and what to do.
+
+        Args:
+            number: Of the step, from 0.
+            parts: What `step` was given.
+        """
+        step = f"step {number + 1}: the loss or a gradient is not finite"
+        for images, _ in parts:
+            own = images.to(self.device)
+            bad = int((~own.flatten(1).isfinite().all(1)).sum())
+            if bad:
+                return f"{step}: {bad} of {len(images)} images hold NaN or infinity; expected finite pixels"
+            teacher = base_of(self.model) if self.base is None else self.base
+            if not self.backbone.answer(teacher, own).logits.isfinite().all():
+                return f"{step}, nor are the unpruned model's own answers; expected finite weights, normalised images"
+        half = "" if self.half is None else ", or amp='none' (--amp none)"
+        if number == 0:  # no rate has been used yet
+            beta = getattr(getattr(self.method, "options", None), "beta", None)
+            noise = "other options of the method" if beta is None else f"a smaller beta (--beta) than {beta:g}"
+            return f"{step} before anything was learned; expected {noise}{half}"
+        return f"{step}; try a smaller lr (--lr) than {self.rate:g}{half}"
 
     def backward(self, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
         """Gradients of one part of a batch, added to those that are there; the loss is its share of the batch's."""
         images = images.to(self.device, non_blocking=True)
+        if images.is_inference():  # autograd takes none that were made under inference_mode
+            images = images.clone()
         with unfused(self.slow), self.depth.on():  # the backward pass too, which runs checkpointed blocks again
             with torch.autocast(self.device.type, self.half, enabled=self.half is not None):
                 loss = self.loss(images, labels) / self.share.parts
@@ -195,8 +237,7 @@ class Trainer:
         losses = []
         if self.kl:
             assert teacher is not None
-            target, student = teacher.logits.float().log_softmax(1), answer.logits.float().log_softmax(1)
-            losses.append(self.kl * F.kl_div(student, target, reduction="batchmean", log_target=True))
+            losses.append(self.kl * self.distance(teacher.logits.float(), answer.logits.float()))
         if self.ce:
             if labels is None:
                 other = "distill=1" if self.training.unfreeze else "objective='kl'"
@@ -209,6 +250,15 @@ class Trainer:
             extra = method.penalty(answer.tokens, None if teacher is None else teacher.tokens)
             losses += [] if extra is None else [extra]
         return torch.stack(losses).sum()
+
+    def distance(self, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+        """How far answers are from the unpruned model's, a scalar: the divergence of the class probabilities (B,
+        classes); of a model without classes 1 - the cosine of the embeddings (B, D).
+        """
+        if self.embeds:
+            return 1 - F.cosine_similarity(student, teacher, dim=1).mean()
+        target, own = teacher.log_softmax(1), student.log_softmax(1)
+        return F.kl_div(own, target, reduction="batchmean", log_target=True)
 
     def answers(self, images: torch.Tensor) -> tuple[Answer | None, Answer]:
         """What the unpruned model says, if anyone wants to know, and what the reduced one says."""

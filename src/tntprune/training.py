@@ -15,6 +15,7 @@ RATE = 0.01  # of what the method learns
 RANK = 8
 STEPS = 120  # that a training makes at least, in whole epochs, if no number of these is given
 TOGETHER = 5  # blocks that can learn in so many steps; with more of them it takes as many more
+LEAST_RATE, MAX_RATE = 1e-12, 1000.0  # of learning rates and weight decay that are not 0; fp32 holds what follows
 MAX_SEED = 2**32 - 1  # times a million and the step's number it is still below 2**53
 MAX_PARTS = 512  # and with a part's number above that, it fits torch's 64 bits
 
@@ -112,6 +113,10 @@ class Training:
         for name in ("weight_decay", "backbone_lr", "warmup_lr", "min_lr"):
             if (getattr(self, name) or 0) < 0:
                 raise UsageError(f"{name}={getattr(self, name)}: expected 0 or more")
+        for name in ("lr", "weight_decay", "backbone_lr", "warmup_lr", "min_lr"):
+            value = getattr(self, name)
+            if value and not LEAST_RATE <= value <= MAX_RATE:
+                raise UsageError(f"{name}={value}: expected a rate from {LEAST_RATE:g} to {MAX_RATE:g}")
         for name in ("warmup", "label_smoothing", "ema", "drop_path"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)}: expected a share from 0 to below 1")

@@ -9,7 +9,7 @@ from torch import nn
 
 from tntprune.data import Photo, Photos, input_mode, transform_for
 from tntprune.errors import UserError
-from tntprune.evaluate import Tally
+from tntprune.evaluation import Tally
 from tntprune.loading import in_order
 from tntprune.reduce import device_of, reduction_of
 from tntprune.streams import Stream
@@ -55,7 +55,7 @@ class Validation:
                     if batch.bad:
                         raise UserError(batch.bad[0])
                     images = batch.images.to(device)
-                    tally.count(images, self.model(images), batch.labels.to(device))
+                    tally.count(images, tally.backbone.output(self.model, images), batch.labels.to(device))
         finally:
             for module, mode in modes.items():
                 module.training = mode

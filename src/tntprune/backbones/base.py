@@ -111,6 +111,10 @@ class Backbone(ABC):
     def costs(self, model: nn.Module) -> Costs:
         """What its parts cost."""
 
+    def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        """The forward pass of a model, reduced or not: logits (B, classes), or without classes embeddings (B, D)."""
+        return model(images)  # type: ignore[no-any-return]
+
     @abstractmethod
     def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
         """Everything that training looks at, of a model that is reduced or not."""
@@ -118,6 +122,27 @@ class Backbone(ABC):
     @abstractmethod
     def judge(self, model: nn.Module, tokens: Tokens) -> Answer:
         """The same of the tokens that leave the last block of a reduced model."""
+
+    def check_images(self, model: nn.Module, images: torch.Tensor) -> None:
+        """Refuse images that the forward pass of a model, reduced or not, does not take.
+
+        Args:
+            model: Of this family.
+            images: A batch.
+
+        Raises:
+            UserError: they are no floating-point (B, C, H, W) with B > 0, or have another size or number of channels.
+        """
+        channels = self.input_size(model)[0]
+        if images.ndim != 4 or images.shape[1] != channels or not len(images):
+            raise UserError(
+                f"images of shape {tuple(images.shape)}; expected (batch, {channels}, height, width), one image or more"
+            )
+        if not images.is_floating_point():
+            raise UserError(
+                f"images of {images.dtype}; expected floating-point pixels, normalised as the model wants them"
+            )
+        self.grid(model, images)
 
     def grid(self, model: nn.Module, images: torch.Tensor) -> tuple[int, int]:
         """Rows and columns of patches that such images have in a model that is reduced or not.

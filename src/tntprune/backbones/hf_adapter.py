@@ -12,6 +12,7 @@ from torch import nn
 from tntprune.backbones.base import Answer, Backbone, BlockCost, Costs
 from tntprune.backbones.hf import ReducedTower
 from tntprune.backbones.hf_anatomy import Anatomy
+from tntprune.errors import UserError
 from tntprune.methods.base import Layout
 from tntprune.tokens import Tokens, start
 
@@ -29,6 +30,17 @@ class HuggingFace(Backbone):
     def input_size(self, model: nn.Module) -> tuple[int, int, int]:
         tower = self.tower(model)
         return (self.anatomy.patch(tower).in_channels, *self.anatomy.image_size(tower))
+
+    def check_images(self, model: nn.Module, images: torch.Tensor) -> None:
+        super().check_images(model, images)
+        given, own = tuple(images.shape[-2:]), self.anatomy.image_size(self.tower(model))
+        if self.anatomy.interpolates and given != own:
+            raise UserError(
+                f"images of {given[0]} x {given[1]}: {type(model).__name__} takes {own[0]} x {own[1]}; expected that "
+                "size, or a model made for another one (image_size in its config)"
+            )
+        if not all(self.grid(model, images)):
+            raise UserError(f"images of {given[0]} x {given[1]}: smaller than one patch; expected larger ones")
 
     def grid(self, model: nn.Module, images: torch.Tensor) -> tuple[int, int]:
         return self.anatomy.grid(self.tower(model), images)
@@ -79,6 +91,9 @@ class HuggingFace(Backbone):
     @abstractmethod
     def ends(self, model: Any, costs: Costs, shape: Layout) -> Costs:
         """The costs with those before the first and after the last block; so far the final norm is for each token."""
+
+    def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        return self.answer(model, images).logits  # a whole CLIP would ask for words too
 
     def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
         tower: Any = self.tower(model)

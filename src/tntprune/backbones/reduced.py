@@ -167,6 +167,8 @@ class Reduced:
         """
         if self.trace is not None:
             self.trace.begin()
+        if not torch.compiler.is_compiling():  # a graph has no warnings in it
+            self.warn()
         follow = follow or any(watcher is not None for watcher in (self.trace, visit, made))
         tokens, everywhere = self.enter(images, follow, **options)
         tokens = self.onward(tokens, everywhere, self.reduction.plan(tokens.count), 0, last, visit, made)
@@ -190,6 +192,15 @@ class Reduced:
         if torch.is_grad_enabled() and torch.distributed.is_available() and torch.distributed.is_initialized():
             tokens = replace(tokens, x=Together.apply(tokens.x, *self.reduction.parameters()))
         return tokens
+
+    def warn(self) -> None:
+        """Warn once if the reduction decides by parameters that were never trained."""
+        reduction = self.reduction
+        if reduction.calibrated or reduction.warned or reduction.training:
+            return
+        if reduction.steps(reduction.layout.patches):
+            reduction.warned = True
+            reduction.warn_uncalibrated()
 
     def enter(self, images: torch.Tensor, follow: bool = False, **options: Any) -> tuple[Tokens, Any]:
         """Images to tokens as they leave the embedding, and to what every block needs to know of the places."""

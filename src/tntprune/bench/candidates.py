@@ -54,6 +54,7 @@ def candidates(model: nn.Module, configs: Sequence[Config], reduced: Sequence[nn
     oracles: dict[Any, int] = {}
     for one in [*reduced, *(reduce_(twin_of(base), config) for config in configs)]:
         method = reduction_of(one)
+        method.warned = True  # its time does not depend on what it has learned
         steps = method.steps(method.layout.patches)
         key = tuple((step.place, step.leaving) for step in steps.values())
         known = key in oracles or not steps

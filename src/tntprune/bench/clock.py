@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from tntprune.evaluate import wait
+from tntprune.evaluation import wait
 
 BUSY = 0.1  # processors that others may keep busy before it is told
 LARGEST = 32 << 20  # bytes: the largest block that glibc's malloc learns to keep when it is given back

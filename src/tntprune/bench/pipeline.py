@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from tntprune.bench.candidates import Candidate
 from tntprune.data import Photo, Photos, collate, input_mode, transform_for
 from tntprune.errors import UserError
-from tntprune.evaluate import wait
+from tntprune.evaluation import wait
 from tntprune.reduce import device_of
 
 PREFETCH = 2  # batches that each process reads ahead; torch's own default

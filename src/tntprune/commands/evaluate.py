@@ -15,7 +15,6 @@ from tntprune.console import (
     MethodName,
     Model,
     OnBadImage,
-    PhotosOf,
     Reducer,
     Root,
     Samples,
@@ -33,7 +32,14 @@ from tntprune.units import unit_of
 
 def evaluate(
     model: Model,
-    data: PhotosOf,
+    data: Annotated[
+        str,
+        tyro.conf.arg(
+            metavar="DIR",
+            help="photos in class folders (WordNet ids for ImageNet), or without labels in DIR itself; or hfds/NAME, "
+            "hfids/NAME, wds/DIR, torch/NAME",
+        ),
+    ],
     reducer: Reducer = None,
     method: MethodName = None,
     reduction: MethodOptions = MethodOptions(),
@@ -46,6 +52,10 @@ def evaluate(
     samples: Samples = None,
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
     workers: Workers = None,
+    limit: Annotated[
+        int | None,
+        tyro.conf.arg(metavar="INT", help="photos, chosen at random and always the same", help_behavior_hint=""),
+    ] = None,
     on_bad_image: OnBadImage = "error",
     compare: Annotated[
         bool, tyro.conf.arg(help="also give the unpruned model's figures, batch by batch in turns")
@@ -53,46 +63,54 @@ def evaluate(
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
-    """Top-1, top-5, agreement with the unpruned model, MACs and images/s."""
+    """Top-1, top-5, agreement with the unpruned model, MACs and images/s.
+
+    Photos that lie in the folder itself have no labels, and give no top-1 and top-5. A model without classes gives the
+    mean cosine of its embeddings to those of the unpruned model instead.
+    """
     import torch
 
-    from tntprune.data import default_workers
-    from tntprune.datasets import open_photos
-    from tntprune.evaluate import Figures
-    from tntprune.evaluate import evaluate as run
+    from tntprune.evaluation import Figures
+    from tntprune.evaluation import evaluate as run
     from tntprune.reduce import is_reduced
     from tntprune.training import MAX_SEED, check_whole
     from tntprune.world import join
 
-    workers = default_workers() if workers is None else workers
     check_whole("batch_size", batch_size, 1)
-    check_whole("workers", workers, 0)
+    if workers is not None:
+        check_whole("workers", workers, 0)
+    if limit is not None:
+        check_whole("limit", limit, 1)
     check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
     world = join(device)
     loaded = load(model, weights, world.device(device), img_size)
     before = copy.deepcopy(loaded) if reducer is not None else None  # where the model was trained too, it changes
     built = apply(loaded, method, reducer, reduction, then)
-    with world.main_first():
-        photos = open_photos(data, built, split=split, root=root, samples=samples)
-    found, bad = run(
-        built, photos, batch_size=batch_size, workers=workers, on_bad_image=on_bad_image,
-        compare=compare, base=before, world=world,
+    found = run(
+        built, data, split=split, root=root, samples=samples, limit=limit, batch_size=batch_size, workers=workers,
+        on_bad_image=on_bad_image, compare=compare, base=before, world=world,
     )  # fmt: skip
     if not world.main:
         return 3 if found.skipped else 0
-    for line in bad:
+    for line in found.bad:
         print(f"skipped {line}", file=sys.stderr)
     rows: list[tuple[str, Figures]] = [("pruned" if is_reduced(built) else "unpruned", found)]
     if found.base is not None:
         rows.append(("unpruned", found.base))
     scale, unit = unit_of(max(figures.macs for _, figures in rows))
+    right = found.top1 is not None
     lines = [
         f"{found.images} images, {found.skipped} skipped",
-        f"{'':9} {'top-1':>6} {'top-5':>6} {unit:>6} {'images/s':>9}",
+        f"{'':9} " + f"{'top-1':>6} {'top-5':>6} " * right + f"{unit:>6} {'images/s':>9}",
     ]
-    lines += [f"{name:9} {f.top1:6.2f} {f.top5:6.2f} {f.macs / scale:6.2f} {f.images_per_s:9.1f}" for name, f in rows]
-    lines.append(f"agrees with the unpruned model on {found.agreement:.2f} %")
+    for name, f in rows:
+        told = f"{f.top1:6.2f} {f.top5:6.2f} " if right else ""
+        lines.append(f"{name:9} {told}{f.macs / scale:6.2f} {f.images_per_s:9.1f}")
+    if found.agreement is not None:
+        lines.append(f"agrees with the unpruned model on {found.agreement:.2f} %")
+    if found.cosine is not None:
+        lines.append(f"mean cosine of the embeddings to the unpruned model's: {found.cosine:.4f}")
     if found.speedup is not None:
         lines.append(f"{found.speedup:.2f} times as fast")
     mean = "" if all(isinstance(n, int) for n in found.tokens) else ", on average"

@@ -11,6 +11,8 @@ from tntprune.config.checks import as_tuple, check, check_flags, check_words, is
 from tntprune.schedule import Place, Step, Turn
 
 # The rows of the design's table: what each recipe fills in where an option is None.
+MAX_HIDDEN = 65536  # as wide as no embedding is
+MAX_BETA = 1e6  # times the unit of the noise
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {
         "noise_at": "all", "capacity": "one", "noise_scale": "one", "stream_norm": True, "beta": 0.02,
@@ -122,8 +124,8 @@ class TNT(Config):
             "noise_scale", "objective",
         )  # fmt: skip
         check(self.noise_blocks != (), "noise_blocks: none given; expected at least one block")
-        width = self.hidden is None or (is_int(self.hidden) and self.hidden > 0)
-        check(width, f"hidden={self.hidden}: expected a width above 0")
+        width = self.hidden is None or (is_int(self.hidden) and 0 < self.hidden <= MAX_HIDDEN)
+        check(width, f"hidden={self.hidden}: expected a width above 0 and at most {MAX_HIDDEN}")
         check(
             self.hidden is None or self.scorer == "mlp", f"hidden={self.hidden}: the linear scorer has no hidden layer"
         )
@@ -133,7 +135,10 @@ class TNT(Config):
             check(is_number(value) and value >= 0, f"{name}={value}: expected a number, 0 or larger")
         none = (self.noise_scale or RECIPES[self.recipe]["noise_scale"]) == "image"  # which the mean alone can be
         least = self.beta is None or (is_number(self.beta) and (self.beta > 0 or (none and self.beta == 0)))
-        check(least, f"beta={self.beta}: expected {'0 or more' if none else 'above 0'}")
+        check(
+            least and (self.beta or 0) <= MAX_BETA,
+            f"beta={self.beta}: expected {'0 or more' if none else 'above 0'}, and at most {MAX_BETA:g}",
+        )
         over = self.rehearsal is None or (is_number(self.rehearsal) and 0 <= self.rehearsal < 1)
         check(over, f"rehearsal={self.rehearsal}: expected a share from 0 to below 1")
         lost = bool(self.rehearsal) and not self.merges

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from importlib import import_module
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from tntprune.attention import Heads, log_size
 from tntprune.config import Config
+from tntprune.errors import UserNote
 from tntprune.schedule import Place, Step, schedule
 from tntprune.tokens import Tokens
 
@@ -69,12 +71,38 @@ class Method(nn.Module):
     needs_teacher = False  # whether `penalty` looks at the unpruned model's tokens
     learners = 1  # blocks at which something is learned, each from a part of the steps
     trained: float = 1.0  # share of a training that is over; set by the trainer
+    calibrated: bool = True  # whether its parameters were trained or loaded
+    warned: bool = False  # whether `warn_uncalibrated` has been called in a forward pass
 
     def __init__(self, config: Config, layout: Layout) -> None:
         super().__init__()
         self.config = config
         self.layout = layout
+        self.calibrated = not config.must_train
         self._own = self._schedule(layout.patches)
+
+    def set_calibrated(self, value: bool = True) -> None:
+        """Record whether the parameters were trained or loaded."""
+        self.calibrated = value or not self.config.must_train
+
+    def warn_uncalibrated(self) -> None:
+        """Warn that the parameters still have their initial values, if they have.
+
+        Warns:
+            UserNote: they were neither trained nor loaded.
+        """
+        if not self.calibrated:
+            warnings.warn(
+                f"{self.config.method} was never calibrated: its parameters have their initial values; call "
+                "tntprune.calibrate_(model, photos), or load trained ones with tntprune.load_",
+                UserNote,
+                stacklevel=3,
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if all(prefix + name in state_dict for name, _ in self.named_parameters()):
+            self.set_calibrated()
 
     def steps(self, patches: int) -> Plan:
         """Where tokens go from an image of so many patches; made beforehand for the model's own size."""

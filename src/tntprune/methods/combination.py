@@ -37,6 +37,17 @@ class Combined(Method):
             self.ce, self.kl, self.needs_teacher = own.ce, own.kl, own.needs_teacher
             self.learners = own.learners
 
+        self.calibrated = all(part.calibrated for part in modules)
+
+    def set_calibrated(self, value: bool = True) -> None:
+        for part in self.parts:
+            part.set_calibrated(value)
+        self.calibrated = all(part.calibrated for part in self.parts)
+
+    def warn_uncalibrated(self) -> None:
+        for part in self.parts:
+            part.warn_uncalibrated()
+
     def _schedule(self, patches: int) -> Plan:
         return {step.place: step for step in schedule(self.config.parts, patches, self.layout.depth)}
 

@@ -13,7 +13,7 @@ import torch
 from tntprune.backbones.base import find_backbone
 from tntprune.config import Config
 from tntprune.counting import macs
-from tntprune.evaluate import wait
+from tntprune.evaluation import wait
 from tntprune.models import random_model, shape_of
 from tntprune.paper.plan import Plan
 from tntprune.precision import Precision, autocast

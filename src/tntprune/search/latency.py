@@ -29,7 +29,7 @@ from tntprune.environment import surroundings
 from tntprune.errors import UsageError
 from tntprune.fingerprint import identity
 from tntprune.methods.base import Method
-from tntprune.reduce import base_of, device_of, reduce_, twin_of
+from tntprune.reduce import base_of, device_of, reduce_, reduction_of, twin_of
 from tntprune.search.costs import Line, Part
 from tntprune.search.curve import LatencyCurve, attention
 from tntprune.search.steps import Sample, fit, part_of, samples, settle, single
@@ -253,6 +253,8 @@ def _in_a_model(
             with suppress(UsageError):
                 tried.append(single(config, tuple(blocks), falling, 0))
     models = [reduce_(twin_of(base), one) for one in (Random(at=0, tokens=patches), *tried)]  # the first drops nothing
+    for model in models:
+        reduction_of(model).warned = True  # its time does not depend on what it has learned
     timer.rounds = max(timer.rounds, min(ENOUGH, int(WHOLE * timer.seconds / (timer.once * len(models)))))
     shares = timer.shares("timing whole reduced models", [partial(model, images) for model in models])
     parts = [curve.split(one) for one in tried]

@@ -14,7 +14,7 @@ from torch import nn
 from tntprune.bench.clock import Watch, in_turns, peak_memory
 from tntprune.data import Batch
 from tntprune.errors import UserError
-from tntprune.evaluate import Tally
+from tntprune.evaluation import Tally
 from tntprune.precision import Precision, autocast
 from tntprune.reduce import device_of
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 from pathlib import Path
 
 from torch import nn
 
 from tntprune.data import Photo, class_index, labelled_photos
+from tntprune.photo import some_of
 
 
 class Listing:
@@ -28,9 +28,7 @@ class Listing:
         self.folder = folder
         paths = [photo.path for photo in labelled_photos(folder, model)]
         self.classes = sorted({self._below(path)[0] for path in paths})
-        places = list(range(len(paths)))
-        random.Random(0).shuffle(places)
-        self.paths = [paths[place] for place in sorted(places[:limit])]
+        self.paths = [paths[place] for place in some_of(len(paths), limit)]
 
     def photos(self, model: nn.Module) -> list[Photo]:
         """Them, with class indices of a model."""
