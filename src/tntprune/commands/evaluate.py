@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from tntprune.console import (
+    BatchSize,
     Device,
     ImgSize,
     Json,
@@ -44,7 +45,7 @@ def evaluate(
     split: Split = None,
     root: Root = None,
     samples: Samples = None,
-    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
+    batch_size: BatchSize = 32,
     workers: Workers = None,
     on_bad_image: OnBadImage = "error",
     compare: Annotated[
@@ -61,13 +62,9 @@ def evaluate(
     from tntprune.evaluate import Figures
     from tntprune.evaluate import evaluate as run
     from tntprune.reduce import is_reduced
-    from tntprune.training import MAX_SEED, check_whole
     from tntprune.world import join
 
     workers = default_workers() if workers is None else workers
-    check_whole("batch_size", batch_size, 1)
-    check_whole("workers", workers, 0)
-    check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
     world = join(device)
     loaded = load(model, weights, world.device(device), img_size)
