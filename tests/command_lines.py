@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -29,18 +30,26 @@ CHEAP = {  # so that a valid line ends within seconds
     "--epochs": "1", "--minutes": "0.01", "--moves": "1", "--rounds": "3", "--workers": "0", "--limit": "8",
     "--batch-size": "4", "--batch-sizes": "2", "--check-size": "2", "--calibration-size": "4", "--together": "4",
 }  # fmt: skip
+ALWAYS = {  # the same for whole commands: a demo takes half a minute, and methods that learn are trained by search
+    "demo": (("--seed", "-1"), ("--seed", "1e38"), ("--seed", "x"), ("--seed", str(2**64))),
+    "search": (("--method", "topk"), ("--method", "tome"), ("--method", "random"), ("--method", "evit")),
+    "paper": (("--backbones", "digits_vit", "--dry-run"), ("--backbones", "digits_vit", "--only", "single", "topk")),
+}  # fmt: skip
 WEIGHT = {"demo": 0.3, "export": 0.6, "search": 0.6, "paper": 0.7}  # the slow commands come less often
 NUMBERS = (
-    "0", "-1", "-0", "1", "2", "3", "0.5", "-0.5", "nan", "inf", "-inf", "1e38", "-1e38", "1e-320", "1e20", "1e308", "1e400",
-    "1" + "0" * 400, "9" * 5000, str(2**31), str(-(2**31) - 1), str(2**63 - 1), str(2**64), "1_000", "0x10", "\u0661\u0662", "1.5",
+    "0", "-1", "-0", "1", "2", "3", "0.5", "-0.5", "1.5", "nan", "inf", "-inf", "1e38", "-1e38", "1e-320", "1e20",
+    "1e308", "1e400", "1" + "0" * 400, "9" * 5000, str(2**31), str(-(2**31) - 1), str(2**63 - 1), str(2**64), "1_000",
+    "0x10", "\u0661\u0662",
 )  # fmt: skip
 WORDS = (
-    "x", " ", "", "-", "--", "-x", "--x", "=", "a=b", "None", "True", "[1,2", "{}", "[1]", "1,2", "1;2", "at=3", "*", "$x$",
-    "\\frac{1}{0}", "é", "名前", "\U0001f600", "a\nb", "a\tb", "\x1b[31mred", "\udcff", "a\udc80b", "x" * 300, "../..", ".", "/",
-    "~", "%s", "%", "{0}", "user/repo", "a/b/c", "user/repo@", "hfds/x", "hfids/", "wds/x", "torch/x", "torch/", "wds/.", "pretrained",
-    "digits_vit", "vit16", "test_vit", "resnet18", "no_such_model", "cpu", "cuda", "cuda:99", "meta", "mps", "cpu:1", "abacus",
-    "tnt", "tome", "tome r=3", "tome r=1e400", "topk at=99 keep=0.5", "topk keep=" + "9" * 400, "evit keep=nan", "random at=[[1]]",
-    "random order=-1", "tnt hidden=0", "ats tokens=true", "tome at=2 then topk at=3", "12ms", "0ms", "1e9s", "9" * 400 + "s",
+    "x", " ", "", "-", "--", "-x", "--x", "=", "a=b", "None", "True", "[1,2", "{}", "[1]", "1,2", "1;2", "at=3", "*",
+    "$x$", "\\frac{1}{0}", "é", "名前", "\U0001f600", "a\nb", "a\tb", "\x1b[31mred", "\udcff", "a\udc80b", "x" * 300,
+    "../..", ".", "/", "~", "%s", "%", "{0}", "user/repo", "a/b/c", "user/repo@", "hfds/x", "hfids/", "wds/x",
+    "torch/x", "torch/", "wds/.", "pretrained", "digits_vit", "vit16", "test_vit", "resnet18", "no_such_model", "cpu",
+    "cuda", "cuda:99", "meta", "mps", "cpu:1", "abacus", "tnt", "tome", "tome r=3", "tome r=1e400",
+    "topk at=99 keep=0.5", "topk keep=" + "9" * 400, "evit keep=nan", "random at=[[1]]", "random order=-1",
+    "tnt hidden=0", "ats tokens=true", "tome at=2 then topk at=3", "12ms", "0ms", "1e9s", "9" * 400 + "s",
+    "[" * 5000,
 )  # fmt: skip
 
 
@@ -75,8 +84,8 @@ def flags_of(command: str) -> tuple[Flag, ...]:
         parser = tyro.extras.get_parser(cli.COMMANDS[command], config=cli.PARSING)
     return tuple(
         Flag(
-            (action.option_strings or [""])[-1], action.dest.rpartition(".")[2], str(action.metavar), action.nargs == "*",
-            action.nargs != 0, tuple(sorted(map(str, action.choices or ()))), action.required,
+            (action.option_strings or [""])[-1], action.dest.rpartition(".")[2], str(action.metavar),
+            action.nargs == "*", action.nargs != 0, tuple(sorted(map(str, action.choices or ()))), action.required,
         )
         for action in parser._actions
     )  # fmt: skip
@@ -84,7 +93,11 @@ def flags_of(command: str) -> tuple[Flag, ...]:
 
 @dataclass(frozen=True)
 class Things:
-    """What valid values name: files and folders that are there."""
+    """What valid values name: files and folders that are there.
+
+    Args:
+        run: The folder of a training. `push` writes a card into it, so each line gets a copy.
+    """
 
     photos: Path
     run: Path
@@ -92,7 +105,7 @@ class Things:
     rows: Path
     picture: Path
 
-    def valid(self, command: str, flag: Flag, draw: random.Random) -> str:
+    def valid(self, flag: Flag, draw: random.Random) -> str:
         """Draw a valid value for a flag."""
         if flag.choices:
             return draw.choice(flag.choices)
@@ -106,18 +119,19 @@ class Things:
         if flag.dest in ("photos", "maps") and "INT" not in flag.metavar:
             return str(self.picture)
         found: dict[str, Sequence[str]] = {
-            "INT": ("1", "2", "4"), "STEPS": ("1", "5"), "FLOAT": ("0.5", "0.25", "1", "0.01"), "BOOL": ("True", "False"),
-            "MODEL": ("digits_vit",) * 8 + ("vit16", "test_vit"), "DIR": (str(self.photos),), "RUN": (str(self.run), "pretrained"),
-            "FILE": (str(self.weights),), "DEVICE": ("cpu",), "H W": ("64", "32"), "TIME": ("2ms",), "AT": ("2", "2,4"),
-            "RATE": ("0.5", "0.9,0.5"), "TEXT": ("tome at=4 r=4", "topk at=2 keep=0.5", "random at=5"), "ID": ("mit",),
-            "NAME": tuple(METHODS) if flag.dest in ("method", "only") else ("digit3", "train"), "USER/REPO": ("user/repo",),
+            "INT": ("1", "2", "4"), "STEPS": ("1", "5"), "FLOAT": ("0.5", "0.25", "1", "0.01"),
+            "BOOL": ("True", "False"), "MODEL": ("digits_vit",) * 9 + ("test_vit",), "DIR": (str(self.photos),),
+            "RUN": ("run", "pretrained"), "FILE": (str(self.weights),), "DEVICE": ("cpu",),
+            "H W": ("64", "32"), "TIME": ("2ms",), "AT": ("2", "2,4"), "RATE": ("0.5", "0.9,0.5"), "ID": ("mit",),
+            "TEXT": ("tome at=4 r=4", "topk at=2 keep=0.5", "random at=5"), "USER/REPO": ("user/repo",),
+            "NAME": tuple(METHODS) if flag.dest in ("method", "only") else ("digit3", "train"),
         }  # fmt: skip
         kind = flag.metavar.removesuffix("...").split("|")[0]
         return draw.choice(found.get(kind, ("1",)))
 
     def hostile(self, flag: Flag, draw: random.Random) -> str:
         """Draw a value that is wrong more often than not."""
-        there = [str(path) for path in (self.photos, self.run, self.weights, self.rows, self.picture, "missing")]
+        there = [str(path) for path in (self.photos, self.weights, self.rows, self.picture, "run", "missing")]
         reads = flag.dest not in ("out", "figures", "plot", "curve", "trainings")
         numeric = any(kind in flag.metavar for kind in ("INT", "FLOAT", "STEPS", "H W"))
         pools: list[Sequence[str]] = [NUMBERS] * (4 if numeric else 1) + [WORDS] + [there] * reads
@@ -132,12 +146,10 @@ def line(things: Things, draw: random.Random) -> list[str]:
     words: list[list[str]] = []
 
     def give(flag: Flag, hostile: float) -> None:
-        several = (
-            draw.choice((0, 1, 1, 1, 2, 3)) if flag.several and flag.metavar != "H W" else 2 if flag.several else 1
-        )
+        many = 2 if flag.metavar == "H W" else draw.choice((0, 1, 1, 1, 2, 3))
         values = [
-            things.hostile(flag, draw) if draw.random() < hostile else things.valid(command, flag, draw)
-            for _ in range(several * flag.values)
+            things.hostile(flag, draw) if draw.random() < hostile else things.valid(flag, draw)
+            for _ in range((many if flag.several else 1) * flag.values)
         ]
         words.append([*([flag.name] if flag.name else []), *values])
 
@@ -148,14 +160,15 @@ def line(things: Things, draw: random.Random) -> list[str]:
             words.append([flag.name, CHEAP[flag.name]])
     if command == "search":
         words += [["--photos", "16"], [draw.choice(("--macs", "--speedup", "--drop")), draw.choice(("0.6", "1.5"))]]
-    if command == "demo":  # a whole one takes half a minute
-        words.append(["--seed", draw.choice(("-1", "1e38", str(2**64), "x"))])
     others = {name for config in METHODS.values() for name in options(config)}
-    if "--method" in [flag.name for flag in flags] and draw.random() < 0.7:
+    if command in ALWAYS:
+        words.append([*draw.choice(ALWAYS[command])])
+    elif "--method" in [flag.name for flag in flags] and draw.random() < 0.7:
         method = draw.choice(sorted(METHODS))
         words.append(["--method", method])
         others -= set(options(METHODS[method]))
-    optional = [flag for flag in flags if flag.name and not flag.required and flag.dest != "help"]
+    kept = [word for group in ALWAYS.get(command, ()) for word in group]
+    optional = [flag for flag in flags if flag.name and not flag.required and flag.name not in ("--help", *kept)]
     if draw.random() < 0.9:  # else also options that the method does not have
         optional = [flag for flag in optional if flag.dest.replace("-", "_") not in others]
     for number, flag in enumerate(draw.sample(optional, min(len(optional), draw.choice((0, 1, 1, 2, 2, 3, 5))))):
@@ -267,19 +280,14 @@ def _inside(folder: Path) -> Iterator[None]:
     before = Path.cwd()
     os.chdir(folder)
     STRAYED.clear()
-    ALLOWED.extend(
-        (
-            str(folder.resolve()),
-            "/dev/null",
-            "/dev/shm/",
-            *[str(Path(home).expanduser()) for home in ("~/.cache", "~/.config/matplotlib")],
-            "/tmp/torchinductor",
-        )
-    )
+    caches = [str(Path(home).expanduser()) for home in ("~/.cache", "~/.config/matplotlib")]
+    ALLOWED.extend((str(folder.resolve()), "/dev/null", "/dev/shm/", *caches))
+    temporary, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
         yield
     finally:
         ALLOWED.clear()
+        tempfile.tempdir = temporary
         os.chdir(before)
 
 

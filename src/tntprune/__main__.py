@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from functools import partial
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 INTERRUPTED = 130  # 128 and the number of SIGINT, as in shells
 
@@ -19,27 +21,32 @@ def run() -> None:
     signal.signal(signal.SIGINT, _end)  # nothing has begun that would have to be cleaned up
     from tntprune.cli import main
 
-    signal.signal(signal.SIGINT, partial(_interrupt, os.getpid()))
+    signal.signal(signal.SIGINT, _interrupt_only(os.getpid()))
     code = main()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done and told
+    if code == INTERRUPTED:
+        sys.stdout.flush()
+        os._exit(code)  # while Python ends, a second Ctrl-C would kill the process, with another code
     sys.exit(code)
 
 
-def _interrupt(process: int, number: int, frame: Any) -> None:
-    """Interrupt the command at the first Ctrl-C, so that it cleans up; a second one ends it at once.
+def _interrupt_only(process: int) -> Callable[[int, object], None]:
+    """Make a handler of Ctrl-C: the first one interrupts the command, so that it cleans up; a second ends it at once.
 
     Args:
-        process: The id of the command's process. Its children inherit this handler; they end with it.
-        number: Of the signal.
-        frame: Where it arrived.
+        process: The id of the command's process. Its children inherit the handler and pass over Ctrl-C: they end with
+            the command.
     """
-    if os.getpid() != process:
-        return
-    signal.signal(signal.SIGINT, _end)
-    raise KeyboardInterrupt
+
+    def interrupt(number: int, frame: object) -> None:
+        if os.getpid() == process:
+            signal.signal(signal.SIGINT, _end)
+            raise KeyboardInterrupt
+
+    return interrupt
 
 
-def _end(number: int, frame: Any) -> None:
+def _end(number: int, frame: object) -> None:
     """End the process at once, with one line."""
     line = '{"error": "interrupted"}' if "--json" in sys.argv else "tntprune: interrupted"
     try:
