@@ -145,6 +145,8 @@ def line(things: Things, draw: random.Random) -> list[str]:
     flags = flags_of(command)
     words: list[list[str]] = []
 
+    boldness = draw.choice((0.0, 0.2, 0.6))
+
     def give(flag: Flag, hostile: float) -> None:
         many = 2 if flag.metavar == "H W" else draw.choice((0, 1, 1, 1, 2, 3))
         values = [
@@ -173,7 +175,7 @@ def line(things: Things, draw: random.Random) -> list[str]:
         optional = [flag for flag in optional if flag.dest.replace("-", "_") not in others]
     for number, flag in enumerate(draw.sample(optional, min(len(optional), draw.choice((0, 1, 1, 2, 2, 3, 5))))):
         words = [group for group in words if group[:1] != [flag.name]]  # given twice is refused: that comes below
-        give(flag, 0.2 if number else 0.6)
+        give(flag, boldness if number else min(1.0, 1.5 * boldness))
     if draw.random() < 0.3:
         words.append(["--json"])
     if draw.random() < 0.5:
@@ -280,8 +282,8 @@ def _inside(folder: Path) -> Iterator[None]:
     before = Path.cwd()
     os.chdir(folder)
     STRAYED.clear()
-    caches = [str(Path(home).expanduser()) for home in ("~/.cache", "~/.config/matplotlib")]
-    ALLOWED.extend((str(folder.resolve()), "/dev/null", "/dev/shm/", *caches))
+    caches = [str(Path(home).expanduser()) for home in ("~/.cache", "~/.config/matplotlib", "~/intel")]
+    ALLOWED.extend((str(folder.resolve()), "/dev/null", "/dev/shm/", "/tmp/torchinductor_", *caches))
     temporary, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
         yield

@@ -148,26 +148,27 @@ def join(device: str = "cpu") -> World:
     Raises:
         UserError: there are several, and accelerate is not installed or their address is not told.
     """
-    if count_of("WORLD_SIZE") == 1:
+    size = count_of("WORLD_SIZE")
+    if size == 1:
         return ALONE
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise UserError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but {missing[0]} is not set; expected torchrun or accelerate "
+            f"WORLD_SIZE={size}, but {missing[0]} is not set; expected torchrun or accelerate "
             "launch to start the processes, or WORLD_SIZE unset"
         )
-    for name in ("RANK", "MASTER_PORT"):
-        count_of(name, least=0)
+    count_of("RANK", 0, size - 1)
+    count_of("MASTER_PORT")
     return Several(device.split(":")[0])
 
 
-def count_of(name: str, least: int = 1) -> int:
+def count_of(name: str, least: int = 1, most: int = MOST) -> int:
     """Read a whole number that torchrun or accelerate launch sets in the environment; 1 where it is not set.
 
     Raises:
         UserError: it is set to something else.
     """
     text = os.environ.get(name, "1")
-    if not (text.isascii() and text.isdigit() and least <= int(text) <= MOST):
-        raise UserError(f"{name}={text}: expected a whole number from {least} to {MOST}, or {name} unset")
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
+        raise UserError(f"{name}={text[:40]}: expected a whole number from {least} to {most}, or {name} unset")
     return int(text)
