@@ -588,7 +588,8 @@ def test_another_image_size_everywhere(call, digits, tmp_path):
         ("digits_vit", ("60", "64"), "the patches of digits_vit are 8 8; expected multiples"),
         ("vit_tiny_patch16_224", ("100", "96"), "the patches of vit_tiny_patch16_224 are 16 16; expected multiples"),
         ("vit16", ("8", "16"), "expected multiples"),
-        ("vit_tiny_patch16_224", ("0", "16"), "takes no such images"),
+        ("vit_tiny_patch16_224", ("0", "16"), "img_size=0: expected a whole number from 1 to 8192"),
+        ("digits_vit", ("-64", "64"), "img_size=-64: expected a whole number from 1 to 8192"),
         ("resnet18", ("64", "64"), "resnet18 takes no such images"),
         ("digits_vit", ("64",), "--img-size 64: expected INT INT"),
     ],
@@ -615,7 +616,7 @@ def test_who_interrupts_what_can_go_on_is_told_so(command, told, monkeypatch, ca
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_run", interrupted)
-    assert main([command, "model"]) == 1
+    assert main([command, "model"]) == 130
     said = capsys.readouterr().err
     assert said.startswith("tntprune: interrupted") and ("the same command goes on" in said) == told
 

@@ -266,7 +266,7 @@ def test_training_mode_prunes_as_well_and_has_finite_gradients():
         ({"at": 0}, "at=0: no block has been seen"),
         ({"at": (0, 3)}, "at=0: no block has been seen"),
         ({"similar": -1}, "similar=-1: expected 0 or more"),
-        ({"iterations": 0}, "iterations=0: expected a whole number, 1 or larger"),
+        ({"iterations": 0}, "iterations=0: expected a whole number from 1 to 1000"),
         ({"iterations": (1, 2)}, "iterations=1 2: 2 values for 5 location"),
         ({"variance": (0.7, 0.01)}, "expected two ascending limits"),
         ({"variance": 0.7}, "expected two ascending limits"),

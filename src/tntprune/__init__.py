@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing itself takes long to import, and Ctrl-C is not yet caught meanwhile
 if TYPE_CHECKING:
+    from typing import Any
+
     from tntprune.backbones.vit16 import vit16
     from tntprune.checkpoint import load_, save
     from tntprune.config import (

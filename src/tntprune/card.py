@@ -61,7 +61,8 @@ def model_card(
         f"## How it was made\n\n{_history(shareable(made_by))}",
         f"## Measured\n\n{_measured(curve)}",
     ]
-    return f"---\n{_metadata(model, config.method, base, license)}\n---\n\n" + "\n\n".join(sections) + "\n"
+    text = f"---\n{_metadata(model, config.method, base, license)}\n---\n\n" + "\n\n".join(sections) + "\n"
+    return text.encode("utf-8", "backslashreplace").decode()  # a file name need not be UTF-8
 
 
 def shareable(made_by: str) -> str:

@@ -6,15 +6,19 @@ import contextlib
 import functools
 import io
 import json
+import os
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import tyro
 
 from tntprune import __version__, console
+from tntprune.__main__ import INTERRUPTED
 from tntprune.commands import (
     bench,
     demo,
@@ -31,7 +35,8 @@ from tntprune.commands import (
     sweep,
     train,
 )
-from tntprune.errors import UserError, UserNote
+from tntprune.errors import UsageError, UserError, UserNote
+from tntprune.flags import check_flags
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo.demo,
@@ -49,10 +54,12 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "export": export.export,
     "push": push.push,
 }
+PARSING = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 RESUMED = (["sweep"], ["paper"])  # commands that go on where they stopped
 ABOUT = """Faster vision transformers: drop the tokens they do not need.
 
-Exit codes: 0 done, 1 something given cannot be used (or Ctrl-C), 2 wrong usage, 3 done but some images were skipped."""
+Exit codes: 0 done, 1 something given cannot be used, 2 wrong usage, 3 done but some images were skipped,
+130 interrupted by Ctrl-C."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,30 +72,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    console.replace_closed()
+    console.prepare_streams()
     try:
         with _noted():
             return _run(given or ["--help"])
     except UserError as error:
         if error.told:
             return error.exit_code
-        message = " ".join(str(error).split())
-        if "--json" in given:
-            print(json.dumps({"error": message}), file=sys.stderr)
-        else:
-            print(f"tntprune: {message}", file=sys.stderr)
-        return error.exit_code
+        return _failed(given, str(error), error.exit_code)
     except KeyboardInterrupt:
         more = "; what was finished is kept, and the same command goes on" if given[:1] in RESUMED else ""
-        print(f"tntprune: interrupted{more}", file=sys.stderr)
-        return 1
+        return _failed(given, f"interrupted{more}", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output has gone, as in `tntprune info ... | head -1`
         console.forget_output()
         return 1
     except OSError as error:  # a path that is too long, or that lies under a folder we may not enter
         name = f"{error.filename}: "[:200] if error.filename else ""
-        print(f"tntprune: {name}{error.strerror or error}", file=sys.stderr)
-        return 1
+        return _failed(given, f"{name}{error.strerror or error}")
+    except RecursionError:
+        return _failed(given, "nested too deeply: a file or an option; expected less nesting")
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _failed(given, "out of memory; expected a smaller batch, smaller images, or a machine with more memory")
+
+
+def _failed(given: Sequence[str], message: str, code: int = 1) -> int:
+    """Print an error as one line, or with --json as one object, and return the exit code."""
+    line = " ".join(message.split())
+    if "--json" in given:
+        line = json.dumps({"error": line})
+    else:
+        line = "tntprune: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)  # no escape codes
+    print(line, file=sys.stderr)
+    return code
+
+
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Tell a failed allocation of Python's, of torch on CPU or of torch on CUDA from other errors."""
+    words = ("DefaultCPUAllocator", "not enough memory", "out of memory")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 @contextlib.contextmanager
@@ -108,6 +131,9 @@ def _noted() -> Iterator[None]:
 
 
 def _run(given: list[str]) -> int:
+    for before, word in pairwise(["tntprune", *given]):
+        if word == "" or (word.startswith("--") and word.endswith("=")):
+            raise UsageError(f"an empty value after {word[:-1] or before}; expected a value, or no such flag")
     try:
         if given == ["--version"]:
             print(f"tntprune {__version__}")
@@ -117,36 +143,51 @@ def _run(given: list[str]) -> int:
         sys.stdout.flush()  # or a reader that has gone would be noticed where nobody can catch it
 
 
-class _WrongUsage(UserError):
-    exit_code = 2
-
-
 def _parse(given: list[str]) -> Callable[[], int]:
     errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stderr(errors), _readable_width():
             chosen: Any = tyro.extras.subcommand_cli_from_dict(
                 {name: _later(command) for name, command in COMMANDS.items()},
                 prog="tntprune",
                 description=ABOUT,
                 args=given,
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+                config=PARSING,
             )
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        raise _WrongUsage(_one_line(errors.getvalue(), given)) from None
+        raise UsageError(_one_line(errors.getvalue(), given)) from None
     return chosen  # type: ignore[no-any-return]
 
 
+@contextlib.contextmanager
+def _readable_width() -> Iterator[None]:
+    """Let the parser draw its help between 40 and 400 columns wide; below 6 it never ends."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(min(max(shutil.get_terminal_size().columns, 40), 400))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+
+
 def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
-    """The same command, parsed now and run afterwards."""
+    """Make a command that checks its flags when it is parsed, and runs when the result is called."""
 
     @functools.wraps(command)
-    def parsed(*args: Any, **options: Any) -> Callable[[], int]:
-        return functools.partial(command, *args, **options)
+    def parsed(**options: Any) -> Callable[[], int]:
+        return functools.partial(_checked, command, options)
 
     return parsed
+
+
+def _checked(command: Callable[..., int], options: dict[str, Any]) -> int:
+    check_flags(command, options)
+    return command(**options)
 
 
 def _one_line(box: str, given: list[str]) -> str:
@@ -177,10 +218,7 @@ def _union(told: str) -> str:
     return f"{flag} {value.strip(chr(39))}: expected {' or '.join(kinds)}"
 
 
-def run() -> None:
-    """The console script."""
-    sys.exit(main())
-
-
 if __name__ == "__main__":
+    from tntprune.__main__ import run
+
     run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json as json_format
 import os
 import sys
@@ -13,9 +14,13 @@ import tyro
 
 from tntprune.config import METHODS
 from tntprune.errors import UserError
+from tntprune.flags import MANY, MAX_SEED, Within
 
 if TYPE_CHECKING:
     from torch import nn
+
+MAX_BATCH = 65536
+MAX_WORKERS = 256
 
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help="a timm model, vit16 or digits_vit")]
 Weights = Annotated[
@@ -46,12 +51,20 @@ Then = Annotated[
 ImgSize = Annotated[
     tuple[int, int] | None,
     tyro.conf.arg(metavar="H W", help="of the images, if not the model's own size", help_behavior_hint=""),
+    Within(1, 8192),
 ]
 OnBadImage = Annotated[Literal["error", "skip"], tyro.conf.arg(help="stop at one, or count it and exit with 3")]
-Seed = Annotated[int, tyro.conf.arg(metavar="INT", help="of everything random")]
+Seed = Annotated[int, tyro.conf.arg(metavar="INT", help="of everything random"), Within(0, MAX_SEED)]
+Limit = Annotated[
+    int | None,
+    tyro.conf.arg(metavar="INT", help="photos, chosen at random and always the same", help_behavior_hint=""),
+    Within(1, MANY),
+]
+BatchSize = Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time"), Within(1, MAX_BATCH)]
 Workers = Annotated[
     int | None,
     tyro.conf.arg(metavar="INT", help="processes that read photos (half the processors)", help_behavior_hint=""),
+    Within(0, MAX_WORKERS),
 ]
 
 PhotosOf = Annotated[
@@ -72,6 +85,7 @@ Root = Annotated[
 Samples = Annotated[
     int | None,
     tyro.conf.arg(metavar="INT", help="photos in a stream that does not tell", help_behavior_hint=""),
+    Within(1, MANY),
 ]
 
 
@@ -100,11 +114,18 @@ def tell(json: bool, data: dict[str, Any], text: str) -> None:
         raise UserError(f"standard output cannot be written ({error.strerror})") from None
 
 
-def replace_closed() -> None:
-    """Let streams that were closed before we began (`>&-`) lead nowhere, for Python has None in their place."""
+def prepare_streams() -> None:
+    r"""Make standard output and standard error take any text.
+
+    A stream that was closed before we began (`>&-`) leads nowhere: Python has None in its place. A character that the
+    locale cannot encode is written as an escape, such as \xe9.
+    """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def forget_output() -> None:

@@ -24,6 +24,7 @@ from tntprune.photo import Photo as Photo
 from tntprune.photo import packed
 from tntprune.posterize import mend
 from tntprune.processor import Processor
+from tntprune.world import count_of
 
 if TYPE_CHECKING:
     from tntprune.streams import Stream
@@ -265,7 +266,7 @@ def default_workers() -> int:
     """Processes that read images: half the processors, at most 8, shared with the other processes that torchrun or
     accelerate launch started on this machine.
     """
-    together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    together = count_of("LOCAL_WORLD_SIZE")
     return max(1, min(8, (os.cpu_count() or 2) // 2 // together))
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as something to ask about between two steps."""
+"""Defer SIGINT and SIGTERM until the current step ends."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """A list that gets an entry at the first Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once."""
+    """Yield a list that gets the number of the first such signal; at a second one the earlier Ctrl-C handler acts."""
     seen: list[int] = []
+    interrupt = signal.getsignal(signal.SIGINT)
 
     def note(number: int, frame: Any) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
+        if not seen:
+            seen.append(number)
+        elif callable(interrupt):
+            signal.signal(signal.SIGINT, interrupt)
+            interrupt(number, frame)  # raises KeyboardInterrupt
 
     try:
         old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -27,4 +30,5 @@ def interrupts() -> Iterator[list[int]]:
         yield seen
     finally:
         for number, handler in old.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is note:
+                signal.signal(number, handler)

@@ -189,20 +189,20 @@ def _build(name: str, img_size: ImgSize = None, num_classes: int | None = None) 
     """
     given = {"img_size": img_size, "num_classes": num_classes}
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    if name == "vit16":
-        model: nn.Module = vit16(**options)
-    elif name == "digits_vit":
-        from tntprune.digits_vit import build
+    try:
+        if name == "vit16":
+            model: nn.Module = vit16(**options)
+        elif name == "digits_vit":
+            from tntprune.digits_vit import build
 
-        model = build(**options)
-    else:
-        try:
+            model = build(**options)
+        else:
             model = timm.create_model(name, **options)
-        except (TypeError, AssertionError, RuntimeError, ValueError, ArithmeticError) as error:  # as the family has it
-            if img_size is None:
-                raise
-            reason = _first_line(error)
-            raise UsageError(f"--img-size {_size(img_size)}: {name} takes no such images ({reason})") from None
+    except (TypeError, AssertionError, RuntimeError, ValueError, ArithmeticError) as error:  # as the family has it
+        if img_size is None:
+            raise
+        reason = _first_line(error)
+        raise UsageError(f"--img-size {_size(img_size)}: {name} takes no such images ({reason})") from None
     if img_size is not None:
         _check_multiple(name, model, img_size)
     return model

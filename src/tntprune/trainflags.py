@@ -7,6 +7,37 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from tntprune.console import MAX_BATCH
+from tntprune.flags import MANY, MAX_PARTS, Within
+
+MOST_RATE = 1000.0
+SHARE, BELOW_ONE = Within(0, 1), Within(0, 1, below=True)
+RANGES: dict[str, Within] = {
+    "epochs": Within(1, 1_000_000),
+    "batch_size": Within(1, MAX_BATCH),
+    "parts": Within(1, MAX_PARTS),
+    "lr": Within(0, MOST_RATE, above=True),
+    "backbone_lr": Within(0, MOST_RATE),
+    "rank": Within(1, 65536),
+    "distill": SHARE,
+    "freeze_epochs": Within(0, 1_000_000),
+    "weight_decay": Within(0, MOST_RATE),
+    "label_smoothing": BELOW_ONE,
+    "warmup": BELOW_ONE,
+    "warmup_lr": Within(0, MOST_RATE),
+    "min_lr": Within(0, MOST_RATE),
+    "clip": Within(0, 1e6, above=True),
+    "ema": BELOW_ONE,
+    "drop_path": BELOW_ONE,
+    "crop": Within(0, 1, above=True),
+    "hflip": SHARE,
+    "color_jitter": Within(0, 100),
+    "random_erasing": SHARE,
+    "mixup": Within(0, 100),
+    "cutmix": Within(0, 100),
+    "repeats": Within(1, 1000),
+}
+
 FLAGS: dict[str, tuple[Any, str, str, str]] = {  # type, what stands for a value, what it is, the default as it is told
     "epochs": (int, "INT", "passes over the photos", "as many as make 120 steps, or 24 a block that learns"),
     "batch_size": (int, "INT", "photos a step, over all processes", "16"),
@@ -52,7 +83,7 @@ Val = Annotated[
         help_behavior_hint="",
     ),
 ]
-SaveEvery = Annotated[int, tyro.conf.arg(metavar="STEPS", help="between checkpoints")]
+SaveEvery = Annotated[int, tyro.conf.arg(metavar="STEPS", help="between checkpoints"), Within(1, MANY)]
 TensorBoard = Annotated[bool, tyro.conf.arg(help="also log for TensorBoard, in RUN/tensorboard")]
 Resume = Annotated[bool, tyro.conf.arg(help="continue the training in RUN")]
 
@@ -71,7 +102,8 @@ def _fields(defaults: dict[str, str], without: tuple[str, ...] = ()) -> list[tup
         if name not in without:
             told = f"{about.split(';')[0] if name in defaults else about} ({defaults.get(name, default)})"
             flag = tyro.conf.arg(metavar=metavar, help=told, help_behavior_hint="")
-            found.append((name, Annotated[kind | None, flag], field(default=None)))
+            marks = (flag, RANGES[name]) if name in RANGES else (flag,)
+            found.append((name, Annotated[(kind | None, *marks)], field(default=None)))
     return found
 
 

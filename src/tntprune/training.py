@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from tntprune.config.checks import is_number
 from tntprune.errors import UsageError
+from tntprune.flags import MAX_PARTS, MAX_SEED
 
 RATES = {"all": 3e-5, "head": 1e-3, "norms": 1e-3, "lowrank": 1e-3}  # of what is unfrozen, if no other is given
 RATE = 0.01  # of what the method learns
@@ -16,8 +17,6 @@ RANK = 8
 STEPS = 120  # that a training makes at least, in whole epochs, if no number of these is given
 TOGETHER = 5  # blocks that can learn in so many steps; with more of them it takes as many more
 LEAST_RATE, MAX_RATE = 1e-12, 1000.0  # of learning rates and weight decay that are not 0; fp32 holds what follows
-MAX_SEED = 2**32 - 1  # times a million and the step's number it is still below 2**53
-MAX_PARTS = 512  # and with a part's number above that, it fits torch's 64 bits
 
 
 def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
@@ -104,7 +103,7 @@ class Training:
             value = getattr(self, name)
             if name in optional and value is None:
                 continue
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if not is_number(value):
                 raise UsageError(f"{name}={value}: expected a number")
         for name in ("lr", "clip"):
             value = getattr(self, name)

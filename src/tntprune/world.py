@@ -14,6 +14,7 @@ from tntprune.errors import UserError
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
+MOST = 65535  # processes, and ports
 
 
 class World:
@@ -145,7 +146,29 @@ def join(device: str = "cpu") -> World:
         device: "cpu", "cuda" or "mps": what the processes work on.
 
     Raises:
-        UserError: there are several, and accelerate is not installed.
+        UserError: there are several, and accelerate is not installed or their address is not told.
     """
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return Several(device.split(":")[0]) if several else ALONE
+    size = count_of("WORLD_SIZE")
+    if size == 1:
+        return ALONE
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise UserError(
+            f"WORLD_SIZE={size}, but {missing[0]} is not set; expected torchrun or accelerate "
+            "launch to start the processes, or WORLD_SIZE unset"
+        )
+    count_of("RANK", 0, size - 1)
+    count_of("MASTER_PORT")
+    return Several(device.split(":")[0])
+
+
+def count_of(name: str, least: int = 1, most: int = MOST) -> int:
+    """Read a whole number that torchrun or accelerate launch sets in the environment; 1 where it is not set.
+
+    Raises:
+        UserError: it is set to something else.
+    """
+    text = os.environ.get(name, "1")
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
+        raise UserError(f"{name}={text[:40]}: expected a whole number from {least} to {most}, or {name} unset")
+    return int(text)

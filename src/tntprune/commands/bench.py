@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from tntprune.bench.names import Backend, DType
-from tntprune.console import ImgSize, Json, MethodName, Model, Reducer, Seed, Then, tell
-from tntprune.errors import UsageError
+from tntprune.console import MAX_BATCH, MAX_WORKERS, ImgSize, Json, MethodName, Model, Reducer, Seed, Then, tell
+from tntprune.flags import Within, Written
 from tntprune.options import MethodOptions
 from tntprune.units import unit_of
 
@@ -41,6 +41,7 @@ def bench(
             help="time what keeps a share at each of these, instead of at its own; not ToMe with its r, for example",
             help_behavior_hint="",
         ),
+        Within(0, 1, above=True),
     ] = (),
     weights: Annotated[
         Path | None,
@@ -49,14 +50,20 @@ def bench(
         ),
     ] = None,
     img_size: ImgSize = None,
-    batch_sizes: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...", help="images at a time")] = (1, 8),
+    batch_sizes: Annotated[
+        tuple[int, ...], tyro.conf.arg(metavar="INT...", help="images at a time"), Within(1, MAX_BATCH)
+    ] = (1, 8),
     dtypes: Annotated[tuple[DType, ...], tyro.conf.arg(help="of weights and images")] = ("fp32",),
     backends: Annotated[tuple[Backend, ...], tyro.conf.arg(help="how to run")] = ("eager",),
     device: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DEVICE...", help="cpu, cuda or mps")] = ("cpu",),
     threads: Annotated[
-        int | None, tyro.conf.arg(metavar="INT", help="that torch uses on the CPU", help_behavior_hint="")
+        int | None,
+        tyro.conf.arg(metavar="INT", help="that torch uses on the CPU", help_behavior_hint=""),
+        Within(1, 1024),
     ] = None,
-    rounds: Annotated[int, tyro.conf.arg(metavar="INT", help="how often each setting is timed")] = 20,
+    rounds: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="how often each setting is timed"), Within(3, 100_000)
+    ] = 20,
     latency_curve: Annotated[bool, tyro.conf.arg(help="also time the model at sixteen numbers of tokens")] = False,
     data: Annotated[
         Path | None,
@@ -66,9 +73,13 @@ def bench(
             help_behavior_hint="",
         ),
     ] = None,
-    workers: Annotated[int, tyro.conf.arg(metavar="INT", help="processes that read photos")] = 1,
+    workers: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="processes that read photos"), Within(0, MAX_WORKERS)
+    ] = 1,
     plot: Annotated[
-        Path | None, tyro.conf.arg(metavar="PNG", help="a picture to write (.png, .svg, .pdf)", help_behavior_hint="")
+        Path | None,
+        tyro.conf.arg(metavar="PNG", help="a picture to write (.png, .svg, .pdf)", help_behavior_hint=""),
+        Written(),
     ] = None,
     seed: Seed = 0,
     json: Json = False,
@@ -89,13 +100,10 @@ def bench(
     from tntprune.bench.run import merged
     from tntprune.data import all_photos
     from tntprune.models import check_device
-    from tntprune.training import MAX_SEED, check_whole
+    from tntprune.training import check_whole
 
-    check_whole("workers", workers, 0)
     if threads is not None:
-        check_whole("threads", threads, 1)
         torch.set_num_threads(threads)
-    check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
     photos = all_photos(data) if data is not None else []
     check_whole("device", len(device), 1)
@@ -165,9 +173,6 @@ def _configs(
     found += map(config_from_text, also)
     if not found and default:
         found.append(TNT())
-    for rate in rates:
-        if not 0 < rate <= 1:
-            raise UsageError(f"rates={rate:g}: expected shares above 0 and at most 1")
     varied = [[one.changed(keep=rate) for rate in rates] if rates and one.by_share else [one] for one in found]
     return [config for configs in varied for config in configs]
 

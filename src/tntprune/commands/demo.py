@@ -8,9 +8,12 @@ from typing import Annotated
 import tyro
 
 from tntprune.console import Json, Seed, tell
+from tntprune.flags import Written
 
 
-def demo(out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("demo"), seed: Seed = 0, json: Json = False) -> int:
+def demo(
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR"), Written()] = Path("demo"), seed: Seed = 0, json: Json = False
+) -> int:
     """The whole job on an embedded default, without a download: train, drop, measure, and a report.
 
     Args:
@@ -19,9 +22,7 @@ def demo(out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("demo"), seed
     from dataclasses import asdict
 
     from tntprune.demo import demo as run
-    from tntprune.training import MAX_SEED, check_whole
 
-    check_whole("seed", seed, 0, MAX_SEED)
     found = run(out, seed)
     tell(json, {**asdict(found), "report": str(found.report)}, f"{found}\n\nThe report is {found.report}")
     return 0

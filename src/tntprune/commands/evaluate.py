@@ -9,9 +9,11 @@ from typing import Annotated
 import tyro
 
 from tntprune.console import (
+    BatchSize,
     Device,
     ImgSize,
     Json,
+    Limit,
     MethodName,
     Model,
     OnBadImage,
@@ -50,12 +52,9 @@ def evaluate(
     split: Split = None,
     root: Root = None,
     samples: Samples = None,
-    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
+    batch_size: BatchSize = 32,
     workers: Workers = None,
-    limit: Annotated[
-        int | None,
-        tyro.conf.arg(metavar="INT", help="photos, chosen at random and always the same", help_behavior_hint=""),
-    ] = None,
+    limit: Limit = None,
     on_bad_image: OnBadImage = "error",
     compare: Annotated[
         bool, tyro.conf.arg(help="also give the unpruned model's figures, batch by batch in turns")
@@ -73,15 +72,8 @@ def evaluate(
     from tntprune.evaluation import Figures
     from tntprune.evaluation import evaluate as run
     from tntprune.reduce import is_reduced
-    from tntprune.training import MAX_SEED, check_whole
     from tntprune.world import join
 
-    check_whole("batch_size", batch_size, 1)
-    if workers is not None:
-        check_whole("workers", workers, 0)
-    if limit is not None:
-        check_whole("limit", limit, 1)
-    check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
     world = join(device)
     loaded = load(model, weights, world.device(device), img_size)

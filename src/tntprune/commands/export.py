@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tntprune.console import ImgSize, Json, MethodName, Model, Reducer, Then, Weights, load, tell
+from tntprune.console import MAX_BATCH, ImgSize, Json, MethodName, Model, Reducer, Then, Weights, load, tell
 from tntprune.errors import UsageError, UserError
+from tntprune.flags import Within, Written
 from tntprune.options import MethodOptions, apply
 from tntprune.units import unit_of
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 def export(
     model: Model,
-    out: Annotated[Path, tyro.conf.arg(metavar="FILE", help="what to write: .onnx, .xml (OpenVINO) or .pt2")],
+    out: Annotated[
+        Path, tyro.conf.arg(metavar="FILE", help="what to write: .onnx, .xml (OpenVINO) or .pt2"), Written()
+    ],
     to: Annotated[Literal["onnx", "openvino", "pt2"], tyro.conf.arg(help="the format")] = "onnx",
     reducer: Reducer = None,
     method: MethodName = None,
@@ -30,7 +33,7 @@ def export(
         Literal["fp32", "fp16", "bf16", "int8"],
         tyro.conf.arg(help="what it computes in; int8 is for openvino and needs --data; bf16 is not for onnx"),
     ] = "fp32",
-    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="images at a time")] = 1,
+    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="images at a time"), Within(1, MAX_BATCH)] = 1,
     dynamic_batch: Annotated[bool, tyro.conf.arg(help="any number of images at a time")] = False,
     indices: Annotated[bool, tyro.conf.arg(help="a second output: the places of the tokens left at the end")] = False,
     data: Annotated[
@@ -39,19 +42,20 @@ def export(
             metavar="DIR", help="photos to measure int8's ranges on, and others to check with", help_behavior_hint=""
         ),
     ] = None,
-    calibration_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos that int8 is measured on")] = 128,
+    calibration_size: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="photos that int8 is measured on"), Within(1, 1_000_000)
+    ] = 128,
     check: Annotated[bool, tyro.conf.arg(help="load the file anew and compare it with the model")] = False,
-    check_size: Annotated[int, tyro.conf.arg(metavar="INT", help="images that --check compares on")] = 64,
+    check_size: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="images that --check compares on"), Within(1, 1_000_000)
+    ] = 64,
     json: Json = False,
 ) -> int:
     """Write a model, reduced or not, for another runtime, and beside it FILE.json: all one needs to run it."""
     from tntprune.exporters.check import check as compare
     from tntprune.exporters.export import export as write
     from tntprune.exporters.samples import chosen, read
-    from tntprune.training import check_whole
 
-    check_whole("check_size", check_size, 1)
-    check_whole("calibration_size", calibration_size, 1)
     if dtype == "int8" and data is None:
         raise UsageError("--dtype int8 needs photos to measure ranges on; expected --data DIR")
     built = apply(load(model, weights, "cpu", img_size), method, reducer, reduction, then)

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from tntprune.console import Device, Json, OnBadImage, Seed, Workers, tell
+from tntprune.console import BatchSize, Device, Json, OnBadImage, Seed, Workers, tell
+from tntprune.flags import MANY, MAX_PARTS, Within, Written
 
 
 def paper(
@@ -22,6 +23,7 @@ def paper(
     out: Annotated[
         Path | None,
         tyro.conf.arg(metavar="DIR", help="where results, trainings and pages go", help_behavior_hint=""),
+        Written(),
     ] = None,
     backbones: Annotated[
         tuple[str, ...],
@@ -65,14 +67,17 @@ def paper(
         tyro.conf.arg(
             metavar="INT", help="photos to evaluate, chosen at random and always the same", help_behavior_hint=""
         ),
+        Within(1, MANY),
     ] = None,
     dry_run: Annotated[bool, tyro.conf.arg(help="print the plan, its MACs and an estimate of the time")] = False,
     speed: Annotated[bool, tyro.conf.arg(help="leave out images/s and memory", help_behavior_hint="")] = True,
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"], tyro.conf.arg(help="of the forward pass; the head stays in fp32")
     ] = "fp32",
-    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
-    together: Annotated[int, tyro.conf.arg(metavar="INT", help="settings for which photos are read once")] = 8,
+    batch_size: BatchSize = 32,
+    together: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="settings for which photos are read once"), Within(1, 10_000)
+    ] = 8,
     on_bad_image: OnBadImage = "error",
     parts: Annotated[
         int | None,
@@ -81,6 +86,7 @@ def paper(
             help="that the batches of trainings are worked through in: more need less memory (one a process)",
             help_behavior_hint="",
         ),
+        Within(1, MAX_PARTS),
     ] = None,
     device: Device = "cpu",
     workers: Workers = None,
@@ -98,12 +104,7 @@ def paper(
     from tntprune.errors import UsageError
     from tntprune.paper.names import BACKBONES
     from tntprune.paper.plan import make_plan
-    from tntprune.training import MAX_SEED, check_whole
 
-    for name, value in (("limit", limit), ("together", together), ("batch_size", batch_size), ("parts", parts)):
-        if value is not None:
-            check_whole(name, value, 1)
-    check_whole("seed", seed, 0, MAX_SEED)
     plan = make_plan(backbones or BACKBONES, only)
     if dry_run:
         from tntprune.paper.dry import dry

@@ -8,15 +8,18 @@ from typing import Annotated, Any
 import tyro
 
 from tntprune.console import Device, ImgSize, Json, Model, PhotosOf, Root, Samples, Seed, Split, Workers, tell
+from tntprune.flags import Within, Written
 from tntprune.trainflags import Resume, SaveEvery, ScratchFlags, TensorBoard, Val
 
 
 def pretrain(
     model: Model,
     data: PhotosOf,
-    out: Annotated[Path, tyro.conf.arg(metavar="RUN", help="where the weights, the log and checkpoints go")],
+    out: Annotated[Path, tyro.conf.arg(metavar="RUN", help="where the weights, the log and checkpoints go"), Written()],
     num_classes: Annotated[
-        int | None, tyro.conf.arg(metavar="INT", help="of the model (as many as class folders)", help_behavior_hint="")
+        int | None,
+        tyro.conf.arg(metavar="INT", help="of the model (as many as class folders)", help_behavior_hint=""),
+        Within(1, 1_000_000),
     ] = None,
     training: ScratchFlags = ScratchFlags(),
     val: Val = None,

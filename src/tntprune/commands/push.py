@@ -10,6 +10,7 @@ import tyro
 
 from tntprune.console import Device, ImgSize, Json, Model, Weights, load, tell
 from tntprune.errors import UsageError
+from tntprune.flags import Written
 from tntprune.options import MethodOptions, apply
 
 
@@ -17,7 +18,9 @@ def push(
     model: Model,
     reducer: Annotated[str, tyro.conf.arg(metavar="RUN", help="a folder made by train, a Hub id, or pretrained")],
     to: Annotated[
-        str | None, tyro.conf.arg(metavar="USER/REPO", help="where to, or user/repo@branch", help_behavior_hint="")
+        str | None,
+        tyro.conf.arg(metavar="USER/REPO", help="where to, or user/repo@branch", help_behavior_hint=""),
+        Written(),
     ] = None,
     data: Annotated[
         Path | None,
@@ -32,9 +35,13 @@ def push(
     img_size: ImgSize = None,
     device: Device = "cpu",
     private: Annotated[bool, tyro.conf.arg(help="a new repository is hidden from others")] = False,
-    message: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help="of the commit", help_behavior_hint="")] = None,
+    message: Annotated[
+        str | None, tyro.conf.arg(metavar="TEXT", help="of the commit", help_behavior_hint=""), Written()
+    ] = None,
     license: Annotated[
-        str | None, tyro.conf.arg(metavar="ID", help="such as apache-2.0 (the model's)", help_behavior_hint="")
+        str | None,
+        tyro.conf.arg(metavar="ID", help="such as apache-2.0 (the model's)", help_behavior_hint=""),
+        Written(),
     ] = None,
     card_only: Annotated[bool, tyro.conf.arg(help="write the card into RUN, and push nothing")] = False,
     json: Json = False,

@@ -9,6 +9,7 @@ import tyro
 
 from tntprune.console import Device, Json, Weights, load, tell
 from tntprune.errors import UsageError, UserError
+from tntprune.flags import Written
 
 if TYPE_CHECKING:
     from tntprune.results import Row
@@ -19,11 +20,11 @@ KEEP = 0.5
 
 def report(
     results: tyro.conf.Positional[tuple[Path, ...]],
-    out: Annotated[Path, tyro.conf.arg(metavar="HTML")] = Path("report.html"),
+    out: Annotated[Path, tyro.conf.arg(metavar="HTML"), Written()] = Path("report.html"),
     figures: Annotated[
-        Path | None, tyro.conf.arg(metavar="DIR", help="write each figure here too", help_behavior_hint="")
+        Path | None, tyro.conf.arg(metavar="DIR", help="write each figure here too", help_behavior_hint=""), Written()
     ] = None,
-    title: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "Token pruning: results",
+    title: Annotated[str, tyro.conf.arg(metavar="TEXT"), Written()] = "Token pruning: results",
     maps: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PNG...", help_behavior_hint="")] = (),
     photos: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PHOTO...", help_behavior_hint="")] = (),
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = None,

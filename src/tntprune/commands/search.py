@@ -10,8 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from tntprune.bench.names import DType
-from tntprune.console import Device, ImgSize, Json, MethodName, Model, Reducer, Seed, Weights, Workers, load, tell
+from tntprune.console import (
+    MAX_BATCH,
+    Device,
+    ImgSize,
+    Json,
+    MethodName,
+    Model,
+    Reducer,
+    Seed,
+    Weights,
+    Workers,
+    load,
+    tell,
+)
 from tntprune.errors import UsageError
+from tntprune.flags import MANY, Within, Written
 from tntprune.options import MethodOptions, config_from, given
 
 if TYPE_CHECKING:
@@ -28,10 +42,13 @@ def search(
             metavar="DIR", help="calibration photos, in class folders if top-1 is to be told; or hfds/NAME, torch/NAME"
         ),
     ],
-    out: Annotated[Path, tyro.conf.arg(metavar="JSON", help="the plan to write; its front is drawn beside it")],
+    out: Annotated[
+        Path, tyro.conf.arg(metavar="JSON", help="the plan to write; its front is drawn beside it"), Written()
+    ],
     macs: Annotated[
         float | None,
         tyro.conf.arg(metavar="FLOAT", help="budget: of one image, 0.8e9; or a share, 0.6", help_behavior_hint=""),
+        Within(0, 1e18, above=True),
     ] = None,
     latency: Annotated[
         str | None,
@@ -40,6 +57,7 @@ def search(
     speedup: Annotated[
         float | None,
         tyro.conf.arg(metavar="FLOAT", help="budget: times as fast as unpruned on this machine", help_behavior_hint=""),
+        Within(1, 1e6, above=True),
     ] = None,
     drop: Annotated[
         float | None,
@@ -48,15 +66,24 @@ def search(
             help="budget: points of top-1 that may be lost (of agreement, without labels)",
             help_behavior_hint="",
         ),
+        Within(0, 100, above=True, below=True),
     ] = None,
     method: MethodName = None,
     reducer: Reducer = None,
     reduction: MethodOptions = MethodOptions(),
-    photos: Annotated[int, tyro.conf.arg(metavar="INT", help="to look at: half to search on, half to verify on")] = 512,
+    photos: Annotated[
+        int,
+        tyro.conf.arg(metavar="INT", help="to look at: half to search on, half to verify on"),
+        Within(8, MANY),
+    ] = 512,
     minutes: Annotated[
-        float, tyro.conf.arg(metavar="FLOAT", help="when to end; training counts, and is not cut short")
+        float,
+        tyro.conf.arg(metavar="FLOAT", help="when to end; training counts, and is not cut short"),
+        Within(0, 1e6, above=True),
     ] = 10.0,
-    moves: Annotated[int, tyro.conf.arg(metavar="INT", help="small changes that are tried at the end")] = 60,
+    moves: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="small changes that are tried at the end"), Within(0, 1_000_000)
+    ] = 60,
     curve: Annotated[
         Path | None,
         tyro.conf.arg(
@@ -64,8 +91,11 @@ def search(
             help="of time against tokens: read if it is there, else measured and written",
             help_behavior_hint="",
         ),
+        Written(),
     ] = None,
-    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="images at a time, for budgets of time")] = 1,
+    batch_size: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="images at a time, for budgets of time"), Within(1, MAX_BATCH)
+    ] = 1,
     dtype: Annotated[DType, tyro.conf.arg(help="of weights and images, for budgets of time")] = "fp32",
     weights: Weights = None,
     img_size: ImgSize = None,
@@ -89,9 +119,7 @@ def search(
     from tntprune.search.picture import draw_front
     from tntprune.search.run import search as run
     from tntprune.storage import make_folder
-    from tntprune.training import MAX_SEED, check_whole
 
-    check_whole("seed", seed, 0, MAX_SEED)
     wanted = budget(macs, latency, speedup, drop)
     if not is_plan(out):
         raise UsageError(f"--out {out}: expected a file that ends in .json")

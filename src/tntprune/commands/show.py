@@ -9,13 +9,14 @@ import tyro
 
 from tntprune.console import Device, ImgSize, Json, MethodName, Model, Reducer, Seed, Then, Weights, load, tell
 from tntprune.errors import UsageError, UserError
+from tntprune.flags import Written
 from tntprune.options import MethodOptions, apply
 
 
 def show(
     model: Model,
     photos: tyro.conf.Positional[tuple[Path, ...]],
-    out: Annotated[Path, tyro.conf.arg(metavar="PNG", help="the picture to write")],
+    out: Annotated[Path, tyro.conf.arg(metavar="PNG", help="the picture to write"), Written()],
     reducer: Reducer = None,
     method: MethodName = None,
     reduction: MethodOptions = MethodOptions(),
@@ -40,9 +41,7 @@ def show(
 
     from tntprune.draw import photo_maps, sheet, write_picture
     from tntprune.reduce import is_reduced
-    from tntprune.training import MAX_SEED, check_whole
 
-    check_whole("seed", seed, 0, MAX_SEED)
     torch.manual_seed(seed)
     if out.suffix and out.suffix.lower() != ".png":
         raise UsageError(f"--out {out}: expected a file that ends in .png")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from tntprune.bench.names import DType
-from tntprune.console import Device, ImgSize, Json, OnBadImage, Workers, tell
+from tntprune.console import BatchSize, Device, ImgSize, Json, OnBadImage, Workers, tell
 from tntprune.errors import UsageError
+from tntprune.flags import Within, Written
 from tntprune.units import unit_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ def sweep(
         tyro.conf.arg(metavar="MODEL...", help="timm models, vit16 or digits_vit", help_behavior_hint=""),
     ],
     data: Annotated[Path, tyro.conf.arg(metavar="DIR", help="photos in class folders (WordNet ids for ImageNet)")],
-    out: Annotated[Path, tyro.conf.arg(metavar="JSONL", help="the results file; what is in it is not measured again")],
+    out: Annotated[
+        Path, tyro.conf.arg(metavar="JSONL", help="the results file; what is in it is not measured again"), Written()
+    ],
     methods: Annotated[
         tuple[str, ...],
         tyro.conf.arg(
@@ -72,20 +75,21 @@ def sweep(
     ),
     img_size: ImgSize = None,
     device: Device = "cpu",
-    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="photos at a time")] = 32,
+    batch_size: BatchSize = 32,
     workers: Workers = None,
     precision: Annotated[DType, tyro.conf.arg(help="bf16 and fp16 under autocast, with the head in fp32")] = "fp32",
     together: Annotated[
-        int, tyro.conf.arg(metavar="INT", help="settings run on each batch of photos; a kill loses so many at most")
+        int,
+        tyro.conf.arg(metavar="INT", help="settings run on each batch of photos; a kill loses so many at most"),
+        Within(1, 10_000),
     ] = 8,
     speed: Annotated[
         bool, tyro.conf.arg(help="leave speed out; a later sweep completes the rows", help_behavior_hint="")
     ] = True,
-    rounds: Annotated[int, tyro.conf.arg(metavar="INT", help="how often each setting is timed, at least 3")] = 10,
-    limit: Annotated[
-        int | None,
-        tyro.conf.arg(metavar="INT", help="photos, chosen at random and always the same", help_behavior_hint=""),
-    ] = None,
+    rounds: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="how often each setting is timed, at least 3"), Within(3, 100_000)
+    ] = 10,
+    limit: Limit = None,
     on_bad_image: OnBadImage = "error",
     dry_run: Annotated[bool, tyro.conf.arg(help="show the settings, their MACs and what is there, and end")] = False,
     json: Json = False,
@@ -104,11 +108,6 @@ def sweep(
     from tntprune.world import join
 
     check_whole("models", len(models), 1)
-    check_whole("batch_size", batch_size, 1)
-    check_whole("rounds", rounds, 3)
-    check_whole("together", together, 1)
-    if limit is not None:
-        check_whole("limit", limit, 1)
     for model in models:
         check_name(model)
     check_device(device)

@@ -24,6 +24,7 @@ from tntprune.console import (
     tell,
 )  # fmt: skip
 from tntprune.errors import UsageError
+from tntprune.flags import Written
 from tntprune.options import MethodOptions, apply, config_from
 from tntprune.trainflags import Resume, SaveEvery, TensorBoard, TrainingFlags, Val
 
@@ -37,7 +38,7 @@ def train(
             help="photos, in class folders where the loss needs labels; or hfds/NAME, hfids/NAME, wds/DIR, torch/NAME",
         ),
     ],
-    out: Annotated[Path, tyro.conf.arg(metavar="RUN", help="where the reducer, the log and checkpoints go")],
+    out: Annotated[Path, tyro.conf.arg(metavar="RUN", help="where the reducer, the log and checkpoints go"), Written()],
     method: Annotated[
         str | None,
         tyro.conf.arg(metavar="NAME", help="a method that learns (tnt), or with --unfreeze any", help_behavior_hint=""),

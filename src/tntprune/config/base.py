@@ -11,6 +11,7 @@ from tntprune.config.checks import as_tuple, check, check_options, is_int, is_nu
 from tntprune.schedule import Place, Step, Turn, truncated
 
 METHODS: dict[str, type[Config]] = {}
+MOST = 2**32 - 1  # the largest number in any option: seeds go as far
 C = TypeVar("C", bound="type[Config]")
 
 
@@ -64,6 +65,9 @@ class Config:
     tokens: int | Sequence[int] | None = option(None, "patch tokens kept at each location, instead of a share")
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            huge = [one for one in as_tuple(value) if isinstance(one, int | float) and abs(one) > MOST]
+            check(not huge, f"{name}={show(huge)}: expected a number up to {MOST}")
         for name in ("at", "keep", "tokens"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else as_tuple(value))

@@ -58,7 +58,8 @@ class ZeroTPrune(Config):
             object.__setattr__(self, "iterations", as_tuple(self.iterations))
             self.check_length("iterations", len(self.locations))
             for value in self.iterations:  # type: ignore[union-attr]
-                check(is_int(value) and value > 0, f"iterations={value}: expected a whole number, 1 or larger")
+                good = is_int(value) and 0 < value <= 1000
+                check(good, f"iterations={value}: expected a whole number from 1 to 1000")
         if self.variance is not None:
             object.__setattr__(self, "variance", as_tuple(self.variance))
             good = len(self.variance) == 2 and all(is_number(value) for value in self.variance)

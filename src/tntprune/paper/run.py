@@ -176,7 +176,7 @@ def write_pages(
 
     for name, data in figures.figures(measured):
         write_picture(out / name, data)
-    write(out / PAGE, page.text(plan, measured, about).encode())
+    write(out / PAGE, page.text(plan, measured, about).encode("utf-8", "backslashreplace"))
     rows = list({one.row.setting.key: one.row for one in measured if one.entry.table != "ablation"}.values())
     if any(row.setting.config for row in rows):
         print(f"writing {out / REPORT}", file=sys.stderr)
