@@ -419,8 +419,8 @@ def index(root: Path, **changes) -> Path:
 @pytest.mark.parametrize("place", ["wds/{root}", "wds/{root}/.", "wds/."])
 @pytest.mark.parametrize(
     "name",
-    ["pipe:touch {mark}; cat {root}/train-0.tar", "|touch {mark}", "file:{other}", "{other}", "../other.tar", "x/../../other.tar",
-     "link.tar", "fifo.tar", "/dev/zero", "", ".", "gone.tar", "a\0b", 3, None, ["train-0.tar"], "http://localhost:9/x.tar",
+    ["pipe:touch {mark}; cat {root}/train-0.tar", "|touch {mark}", "file:{other}", "{other}", "../other.tar",
+     "x/../../other.tar", "link.tar", "fifo.tar", "/dev/zero", "", ".", "gone.tar", "a\0b", 3, None, ["train-0.tar"], "http://localhost:9/x.tar",
      "hf://datasets/a/b/x.tar"],
 )  # fmt: skip
 def test_only_plain_files_of_the_folder_are_shards(shards, monkeypatch, place, name):

@@ -186,7 +186,7 @@ class Remote(Stream):
             yield name, content, sample.get("label")
 
     def fetch(self, path: str) -> bytes:
-        """Read an image that the set names by its path: a file of its own, on this machine, on the Hub or in an archive.
+        """Read an image that the set names by its path: a file of its own, here, on the Hub or in an archive.
 
         Raises:
             OSError: it is none of these.
