@@ -228,6 +228,17 @@ def made_by(path: Path) -> tuple[str, bool]:
     return about.get("made_by", ""), bool(about.get("weights"))
 
 
+def files_of(source: str | Path | None) -> list[Path]:
+    """The files of this machine that `load_` reads for a source, so that none of them is written over."""
+    if source is None or not Path(source).exists():
+        return []
+    path = Path(source)
+    if path.is_dir():
+        return [path / FILE, path / WEIGHTS]
+    own = weights_of(path) if is_plan(path) else path.parent / WEIGHTS
+    return [path, *filter(None, [own])]
+
+
 def weights_of(path: Path) -> Path | None:
     """The model's own weights that go with a saved file on this machine; None where only the reduction was trained."""
     if is_plan(path):

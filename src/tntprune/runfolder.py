@@ -12,7 +12,7 @@ from tntprune.checkpoint import FILE, WEIGHTS
 from tntprune.errors import UsageError, UserError
 from tntprune.runlog import LOG
 from tntprune.runstate import STATE
-from tntprune.storage import read_metadata
+from tntprune.storage import find_target, read_metadata
 
 LOCK = ".lock"
 
@@ -89,8 +89,9 @@ def alone(out: Path) -> Iterator[None]:
     except ImportError:  # not a system with such locks
         yield
         return
+    find_target(out / LOCK)  # a pipe would be waited for
     try:
-        file = open(out / LOCK, "w")  # noqa: SIM115 - the lock goes with it
+        file = open(out / LOCK, "ab")  # noqa: SIM115 - the lock goes with it
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror}); expected a folder that can be written") from None
     with file:

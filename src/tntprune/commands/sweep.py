@@ -98,6 +98,7 @@ def sweep(
     """
     from tntprune.ledger import Ledger
     from tntprune.models import check_device, check_name
+    from tntprune.storage import check_output
     from tntprune.sweep import carry_out, plan
     from tntprune.sweep.grid import by_model
     from tntprune.training import check_whole
@@ -113,6 +114,7 @@ def sweep(
         check_name(model)
     check_device(device)
     files = {name: Path(file) for name, file in by_model(weights, models, "file")}
+    check_output(out, [data, *files.values()])
     made = plan(
         _jobs(models, methods, reducers, at, rates), data, weights=files, batch_size=batch_size,
         precision=precision, limit=limit, img_size=img_size, random_weights=random_weights,
