@@ -20,7 +20,7 @@ from tntprune.methods.base import Method, implementation
 from tntprune.plan import is_plan, read_plan
 from tntprune.reduce import base_of, inherit, missing_in, reduce_, reduction_of, with_dimension
 from tntprune.shipped import SHIPPED, find_shipped
-from tntprune.storage import make_folder, packed, read_metadata, read_weights, write
+from tntprune.storage import check_fits, make_folder, packed, read_metadata, read_weights, write
 
 if TYPE_CHECKING:
     from tntprune.curve import Curve
@@ -171,6 +171,7 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
     found = {name: value.shape for name, value in tensors.items() if name in wanted or not spare}
     if missing := missing_in(tensors, wanted):
         raise UserError(f"{path}: {missing}")
+    check_fits(path, tensors, method.state_dict())
     if wanted != found:
         odd = sorted(set(found) - set(wanted)) or ["shapes"]
         raise UserError(f"{path}: does not fit its own configuration ({odd[0]}); expected what tntprune.save writes")
@@ -196,6 +197,7 @@ def _weights(source: str | Path, path: Path, model: nn.Module) -> dict[str, torc
     wanted = {name: value.shape for name, value in base_of(model).state_dict().items()}
     if wanted != {name: value.shape for name, value in tensors.items()}:
         raise UserError(f"{file}: does not fit the model; expected the model it was trained on")
+    check_fits(file, tensors, base_of(model).state_dict())
     return tensors
 
 

@@ -188,7 +188,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
         loaded = (
             load_file(path)
-            if path.suffix == ".safetensors"
+            if path.suffix.lower() == ".safetensors"
             else torch.load(path, map_location="cpu", weights_only=True)
         )
     except pickle.UnpicklingError:
@@ -216,11 +216,40 @@ def check_finite(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """
     for name, value in tensors.items():
         try:
-            finite = not value.is_floating_point() or bool(value.isfinite().all())
+            if value.is_quantized:
+                raise RuntimeError("quantized tensors")
+            finite = not (value.is_floating_point() or value.is_complex()) or bool(value.isfinite().all())
         except RuntimeError as error:  # sparse, meta or 8-bit floats
             raise _unreadable(path, error) from None
         if not finite:
             raise UserError(f"{path}: {name} holds NaN or infinity; expected finite weights")
+
+
+def check_fits(path: Path, tensors: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Refuse tensors whose values become others when they are copied into those that are wanted.
+
+    Args:
+        path: The file that they come from.
+        tensors: Finite ones by name.
+        wanted: What they are copied into, by name; on the meta device too. Other names are passed over.
+
+    Raises:
+        UserError: whole numbers, truth values or complex ones for floats, or values beyond the range of these.
+    """
+    for name, value in tensors.items():
+        into = wanted.get(name)
+        if into is None:
+            continue
+        if _kind(value) != _kind(into):
+            raise UserError(f"{path}: {name} holds {_kind(value)} ({value.dtype}); expected {into.dtype}")
+        if into.is_floating_point() and torch.finfo(value.dtype).max > torch.finfo(into.dtype).max:
+            check_finite(path, {f"{name} as {into.dtype}": value.to(into.dtype)})
+
+
+def _kind(value: torch.Tensor) -> str:
+    if value.is_floating_point():
+        return "floats"
+    return "complex numbers" if value.is_complex() else "truth values" if value.dtype is torch.bool else "whole numbers"
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
