@@ -89,7 +89,7 @@ class Intermediates:
         )
 
     def set_input_size(self: Any, *args: Any, **kwargs: Any) -> None:
-        """timm's own; the reduction then counts the patches of the new size. One that it cannot take changes nothing."""
+        """timm's own; the reduction then counts the patches of the new size. One that is refused changes nothing."""
         tried = copy.deepcopy(self.patch_embed)
         tried.set_input_size(*args, **kwargs)
         copy.deepcopy(self.reduction).resize(tuple(tried.grid_size))
