@@ -19,6 +19,7 @@ from tntprune.errors import UserError
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm"})
 MAX_PIXELS = 100_000_000
+Node = tuple[int, int]  # a disk and a file's number on it
 MAX_PATHS = 100  # to the same folder, over links
 MAX_RATIO = 100  # of the sides; resizing the short one to a model's size would make the long one enormous
 
@@ -116,27 +117,28 @@ def find_images(folder: Path) -> list[Path]:
 
 def _walk(folder: Path) -> Iterator[Path]:
     """Links are followed, for class folders often are some, but not back to a folder that we are in."""
-    seen: Counter[str] = Counter()
-    waiting: list[tuple[Path, frozenset[str]]] = [(folder, frozenset())]
+    seen: Counter[Node] = Counter()
+    waiting: list[tuple[str, frozenset[Node]]] = [(str(folder), frozenset())]
     while waiting:
-        folder, above = waiting.pop()
-        real = os.path.realpath(folder)
-        if real in above:
-            continue
-        seen[real] += 1
-        if seen[real] > MAX_PATHS:
-            raise UserError(f"{folder}: links lead here in more than {MAX_PATHS} ways; expected fewer")
+        place, above = waiting.pop()
         try:
-            entries = list(os.scandir(folder))
+            about = os.stat(place)
+            entries = list(os.scandir(place))
         except OSError as error:
-            raise UserError(f"{folder}: cannot be read ({error.strerror}); expected a folder with images") from None
+            raise UserError(f"{place}: cannot be read ({error.strerror}); expected a folder with images") from None
+        own = (about.st_dev, about.st_ino)
+        if own in above:
+            continue
+        seen[own] += 1
+        if seen[own] > MAX_PATHS:
+            raise UserError(f"{place}: links lead here in more than {MAX_PATHS} ways; expected fewer")
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             if _is_folder(entry):
-                waiting.append((folder / entry.name, above | {real}))
+                waiting.append((entry.path, above | {own}))
             elif Path(entry.name).suffix.lower() in SUFFIXES:
-                yield folder / entry.name
+                yield Path(entry.path)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
