@@ -122,7 +122,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     while waiting:
         place, above = waiting.pop()
         try:
-            about = os.stat(place)
+            about = Path(place).stat()
             entries = list(os.scandir(place))
         except OSError as error:
             raise UserError(f"{place}: cannot be read ({error.strerror}); expected a folder with images") from None
