@@ -26,7 +26,7 @@ TOPK = "--method topk --at 2 --workers 0 --batch-size 10"
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """Photos, a trained reduction, a plan, results, shards and a training that was interrupted; all of them in order."""
+    """Photos, a trained reduction, a plan, results, shards and a training that was interrupted, in order."""
     root = tmp_path_factory.mktemp("good")
     draw = random.Random(0)
     for digit in range(10):

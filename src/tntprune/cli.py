@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if error.told:
             return error.exit_code
-        message = " ".join(str(error).split())
+        message = console.one_line(" ".join(str(error).split()))
         if "--json" in given:
             print(json.dumps({"error": message}), file=sys.stderr)
         else:
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:  # a path that is too long, or that lies under a folder we may not enter
         name = f"{error.filename}: "[:200] if error.filename else ""
-        print(f"tntprune: {name}{error.strerror or error}", file=sys.stderr)
+        console.warn(f"tntprune: {name}{error.strerror or error}")
         return 1
 
 
@@ -99,7 +99,7 @@ def _noted() -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
             if issubclass(category, UserNote):
-                print(f"tntprune: note: {message}", file=sys.stderr)
+                console.warn(f"tntprune: note: {message}")
             else:
                 others(message, category, *where, **more)
 

@@ -66,6 +66,12 @@ def load_state(path: Path, trainer: Trainer) -> dict[str, Any]:
         raise UserError(f"{path}: does not fit the model ({odd}); expected the state of the same training")
     check_fits(path, values, dict(trainer.learned))
     check_fits(path, averages, trainer.averages())
+    for kind, named in kinds.items():
+        for name, value in named.items():
+            if name not in shapes or value.shape not in (shapes[name], ()):
+                raise UserError(
+                    f"{path}: does not fit the model ({kind}/{name}); expected the state of the same training"
+                )
     for name, parameter in trainer.learned.items():
         parameter.data.copy_(values[name])
         state = {kind: named[name] for kind, named in kinds.items() if name in named}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from tntprune.bench.names import DType
-from tntprune.console import Device, ImgSize, Json, OnBadImage, Workers, tell
+from tntprune.console import Device, ImgSize, Json, OnBadImage, Workers, tell, warn
 from tntprune.errors import UsageError
 from tntprune.units import unit_of
 
@@ -125,7 +124,7 @@ def sweep(
     world = join(device)
     if world.main:
         for line in made.left_out:
-            print(f"left out: {line}", file=sys.stderr)
+            warn(f"left out: {line}")
     rows = carry_out(
         made, out, device=device, workers=workers, together=together, speed=speed, rounds=rounds,
         on_bad_image=on_bad_image, world=world,
