@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import json
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import tyro
@@ -32,6 +34,7 @@ from tntprune.commands import (
     train,
 )
 from tntprune.errors import UserError, UserNote
+from tntprune.memory import lack_of_memory
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo.demo,
@@ -113,8 +116,25 @@ def _run(given: list[str]) -> int:
             print(f"tntprune {__version__}")
             return 0
         return _parse(given)()
+    except (MemoryError, RuntimeError) as error:
+        line = lack_of_memory(error, _smaller(given))
+        if line is None:
+            raise
+        raise UserError(line) from None
     finally:
         sys.stdout.flush()  # or a reader that has gone would be noticed where nobody can catch it
+
+
+SMALLER = ("batch_size", "batch_sizes", "parts", "together", "workers", "img_size")  # what takes memory
+
+
+def _smaller(given: list[str]) -> list[str]:
+    """The flags of a command that decide how much memory it takes."""
+    command = COMMANDS.get(next((word for word in given if word in COMMANDS), ""))
+    parameters = {} if command is None else inspect.signature(command).parameters
+    inner = (vars(parameter.default) for parameter in parameters.values() if is_dataclass(parameter.default))
+    names = {*parameters, *(name for fields in inner for name in fields)}
+    return [f"--{name.replace('_', '-')}" for name in SMALLER if name in names]
 
 
 class _WrongUsage(UserError):
