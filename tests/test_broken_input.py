@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 import broken
@@ -175,4 +174,3 @@ def test_most_of_it_is_refused(good, tmp_path, capsys):
         refused += main(kind(good, here, random.Random(f"{kind.__name__} {number}")).split()) != 0
     capsys.readouterr()
     assert refused > 0.7 * len(CASES[::5]), refused
-    assert torch.is_tensor(torch.zeros(1))

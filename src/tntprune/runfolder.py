@@ -25,6 +25,8 @@ def find_start(out: Path, resume: bool, options: dict[str, Any]) -> tuple[int | 
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: a file; expected a folder")
+    for name in (FILE, WEIGHTS, STATE, LOG, LOCK):
+        find_target(out / name)  # a pipe would be waited for, and a link without an end be told after the work
     finished, state = ended(out), (out / STATE).exists()
     if not resume:
         if finished or state or _begun(out):
@@ -89,7 +91,6 @@ def alone(out: Path) -> Iterator[None]:
     except ImportError:  # not a system with such locks
         yield
         return
-    find_target(out / LOCK)  # a pipe would be waited for
     try:
         file = open(out / LOCK, "ab")  # noqa: SIM115 - the lock goes with it
     except OSError as error:

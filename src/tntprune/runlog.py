@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tntprune.errors import UserError
-from tntprune.storage import find_target, write
+from tntprune.storage import write
 
 LOG, BOARD = "log.jsonl", "tensorboard"
 Line = dict[str, Any]
@@ -40,7 +40,6 @@ def open_log(out: Path, first: int, tensorboard: bool = False) -> Iterator[tuple
     """
     board = _board(out, first) if tensorboard else None  # before there is a log, by which a training is known
     path = out / LOG
-    find_target(path)  # a pipe would be waited for
     kept: list[str] = []
     try:
         if path.exists():
