@@ -3,13 +3,21 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint format types clean
+.PHONY: demo test test-wide test-all lint format types clean
 
 demo: $(READY)
 	$(BIN)/tntprune demo --out demo
 
+PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
+
 test: $(READY)
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(PYTEST) -m 'not wide'
+
+# The whole corpora of broken input, command lines and kills, of which `make test` runs a short version.
+test-wide: $(READY)
+	$(PYTEST) -m wide
+
+test-all: test test-wide
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -442,7 +442,7 @@ def things(digits, trained, tmp_path_factory):
         ("train digits_vit --data UNKNOWN --out NEW --objective ce", 1, "no class of the model"),
         ("train digits_vit --data DIGITS --out NEW --resume", 2, "no training to continue"),
         ("train digits_vit --data DIGITS --out PHOTO", 2, "expected a folder"),
-        ("train digits_vit --data DIGITS --out PHOTO/run", 1, "cannot be made"),
+        ("train digits_vit --data DIGITS --out PHOTO/run", 1, "cannot be written"),
         ("eval digits_vit --data DIGITS --weights MISSING", 1, "no such file"),
         ("eval digits_vit --data DIGITS --weights FILE", 1, "not weights of digits_vit"),
         ("eval digits_vit --data DIGITS --weights PHOTO", 1, "expected a .safetensors file"),
@@ -464,7 +464,7 @@ def things(digits, trained, tmp_path_factory):
         ("show digits_vit MISSING --out NEW --method random", 1, "No such file"),
         ("show digits_vit FILE --out NEW --method random", 1, "not an image"),
         ("show digits_vit PHOTO --out EMPTY --method random", 1, "cannot be written"),
-        ("show digits_vit PHOTO --out PHOTO/a.png --method random", 1, "cannot be made"),
+        ("show digits_vit PHOTO --out PHOTO/a.png --method random", 1, "cannot be written"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(call, things, line, code, word):

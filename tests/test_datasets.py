@@ -403,3 +403,98 @@ def test_a_stream_of_a_data_set_is_shuffled_by_the_key(folder, tmp_path):
 
     assert order(None) == list(range(14)) != order((0, 0)) == order((0, 0)) != order((0, 1))
     assert sorted(order((3, 1))) == list(range(14))
+
+
+# Names that a data set's own files have
+
+
+def index(root: Path, **changes) -> Path:
+    """Change what the index says of the split."""
+    info = json.loads((root / "_info.json").read_text())
+    info["splits"]["train"].update(changes)
+    (root / "_info.json").write_text(json.dumps(info))
+    return root
+
+
+@pytest.mark.parametrize("place", ["wds/{root}", "wds/{root}/.", "wds/."])
+@pytest.mark.parametrize(
+    "name",
+    ["pipe:touch {mark}; cat {root}/train-0.tar", "|touch {mark}", "file:{other}", "{other}", "../other.tar",
+     "x/../../other.tar", "link.tar", "fifo.tar", "/dev/zero", "", ".", "gone.tar", "a\0b", 3, None, ["train-0.tar"], "http://localhost:9/x.tar",
+     "hf://datasets/a/b/x.tar"],
+)  # fmt: skip
+def test_only_plain_files_of_the_folder_are_shards(shards, monkeypatch, place, name):
+    """A name such as "pipe:..." would be run as a command by webdataset, and was where the folder was "."."""
+    root = shards([2, 2])
+    mark, other = root / "PWNED", root.parent / "other.tar"
+    other.write_bytes((root / "train-0.tar").read_bytes())
+    (root / "link.tar").symlink_to(other)
+    os.mkfifo(root / "fifo.tar")
+    monkeypatch.chdir(root)
+    known = {"root": root, "mark": mark, "other": other}
+    given = name.format(**known) if isinstance(name, str) else name
+    index(root, filenames=[given], shard_lengths=[2], num_samples=2)
+    refused(lambda: list(open_photos(place.format(root=root), SEVEN, split="train").photos()))
+    assert not mark.exists()
+    index(root, filenames=["train-0.tar"], shard_lengths=[2], num_samples=2)
+    assert len(list(open_photos(place.format(root=root), SEVEN, split="train").photos())) == 2
+
+
+@pytest.mark.parametrize("split", ["pipe:touch PWNED; cat train-0.tar|2", "pipe:touch PWNED # ..", "/dev/zero.tar|3"])
+def test_a_split_is_no_command(shards, monkeypatch, split):
+    root = shards([2])
+    monkeypatch.chdir(root)
+    refused(lambda: list(open_photos("wds/.", SEVEN, split=split).photos()))
+    refused(lambda: list(open_photos("wds/pipe:touch PWNED #", SEVEN, split="train").photos()), "no such folder")
+    assert not (root / "PWNED").exists()
+
+
+def test_shards_are_never_opened_by_webdataset(shards, monkeypatch):
+    found = stream_of(shards([2, 2]))
+    monkeypatch.setattr("webdataset.tariterators.gopen", None)
+    assert len(list(found.photos())) == 4
+    found.shards = ["pipe:touch PWNED"]
+    refused(lambda: list(found.photos()), "breaks off after 0 photos", "No such file")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_samples": v} for v in ("4", -4, 1.5, True, [4], 1e300)] + [{"alt_label": 3}, {"alt_label": None}]
+)
+def test_a_broken_index_is_told(shards, changes):
+    root = index(shards([4]), **changes)
+    refused(lambda: list(stream_of(root).photos()), str(root), "broken index")
+
+
+def test_an_index_that_is_no_file_is_not_waited_for(shards):
+    root = shards([2])
+    (root / "_info.json").unlink()
+    os.mkfifo(root / "_info.json")
+    refused(lambda: stream_of(root), "_info.json: not a regular file")
+
+
+@pytest.mark.parametrize("kind", ["hfds", "hfids"])
+@pytest.mark.parametrize("path", ["{outside}", "../outside.png", "/dev/zero", "simplecache::{outside}", "file://{outside}",
+                                  "http://localhost:9/x.png", "hf://datasets/other/set@main/x.png", "{fifo}", "zip://a.png::{outside}",
+                                  "github://a:b@main/x.png", ""])  # fmt: skip
+def test_a_table_names_only_files_of_its_own(tmp_path, kind, path):
+    """Rows of a table may have an image by its path, and that may be any file of this machine, or an address."""
+    import pyarrow
+    import pyarrow.parquet
+
+    root, outside = tmp_path / "set", tmp_path / "outside.png"
+    root.mkdir()
+    outside.write_bytes(encoded(1))
+    (root / "own.png").write_bytes(encoded(2))
+    os.mkfifo(root / "fifo.png")
+    rows = [str(root / "own.png"), path.format(outside=outside, fifo=root / "fifo.png")]
+    table = {"image": [{"bytes": None, "path": row} for row in rows], "label": [0, 1]}
+    pyarrow.parquet.write_table(pyarrow.table(table), root / "train.parquet")
+    options = {"samples": 2} if kind == "hfids" else {}
+    found = open_photos(f"{kind}/{root}", SEVEN, split="train", root=tmp_path / "cache", **options)
+    if kind == "hfds":
+        assert number_in(found[0].read("RGB")) == 2
+        refused(lambda: found[1], "photo 1: cannot be read", kind=BadImage)
+    else:
+        photos = found.photos()
+        assert number_in(next(photos).read("RGB")) == 2
+        refused(lambda: next(photos), "breaks off after 1 photos")

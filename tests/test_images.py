@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
+import subprocess
 import zlib
 from pathlib import Path
 
@@ -390,3 +392,49 @@ def test_what_is_wrong_with_bytes_and_images_is_told_by_the_name_that_was_given(
         read_image(source, name="set photo 3")
     with pytest.raises(BadImage, match=r"^an image: "):
         read_image(source)
+
+
+# Folders that were made to hang a reader
+
+
+def test_links_to_themselves_stop_nothing(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.png").write_bytes(b"x")
+    for name in ("loop", "a/loop", "a/loop.png"):
+        (tmp_path / name).symlink_to(Path(name).name)
+    (tmp_path / "a" / "up").symlink_to("..")
+    assert find_images(tmp_path) == [tmp_path / "a" / "1.png", tmp_path / "a" / "loop.png"]
+    with pytest.raises(BadImage, match=r"loop.png: cannot be read \(Too many levels"):
+        read_image(tmp_path / "a" / "loop.png")
+
+
+def test_links_that_multiply_end_in_a_line(tmp_path):
+    """Thirty levels of two links each are a thousand million paths."""
+    for level in range(30):
+        (tmp_path / str(level)).mkdir()
+        for name in "xy":
+            (tmp_path / str(level) / name).symlink_to(f"../{level + 1}")
+    (tmp_path / "30").mkdir()
+    with pytest.raises(UserError, match="links lead here in more than"):
+        find_images(tmp_path / "0")
+
+
+def test_folders_in_folders_in_folders_are_told_or_read(tmp_path):
+    """Deeper than Python's own stack, and than a path may be long."""
+    here = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(2100):
+        os.mkdir("a", dir_fd=here)
+        below = os.open("a", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    with pytest.raises(UserError, match="cannot be read"):
+        find_images(tmp_path)
+    subprocess.run(["rm", "-rf", tmp_path / "a"], check=True)
+
+
+def test_a_lack_of_memory_is_not_a_bad_image(tmp_path, monkeypatch):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    monkeypatch.setattr("tntprune.images._whole", lambda *given: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        read_image(tmp_path / "a.png")

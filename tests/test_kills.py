@@ -1,4 +1,7 @@
-"""A training that is killed at any moment ends with what one that was left alone ends with."""
+"""What is killed at any moment ends, when it is run again, with what one that was left alone ends with.
+
+`make test-all` kills a hundred times at random: sixty trainings, thirty sweeps, and ten times in the midst of a save.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import os
 import random
 import signal
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +21,12 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 from several import processes, start
-from tntprune import DynamicViT, reduce_, storage
+from tntprune import DynamicViT, TopK, reduce_, save, storage
 from tntprune.batches import TensorSource
+from tntprune.cli import main
 from tntprune.data import labelled_photos
 from tntprune.evaluation import Tally
+from tntprune.ledger import Ledger
 from tntprune.runlog import LOG
 from tntprune.runs import BEST, EMA, train_run
 from tntprune.runstate import STATE
@@ -35,7 +42,7 @@ TRAINING = Training(
 )
 STEPS = 9
 WEIGHTS, REDUCER = "model.safetensors", "reducer.safetensors"
-KILLS = 10
+wide = pytest.mark.wide
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +107,10 @@ def ready(photos, out, told):
     train(ALONE, photos, out, resume=True)
 
 
-def run_for(seconds, photos, out):
-    """Train, and kill it after so many seconds; whether it was killed, and how long it took."""
+def run_for(seconds, work, *arguments):
+    """Work in a process of its own, and kill it after so many seconds; whether it was killed, and how long it took."""
     told = processes.Event()
-    process = processes.Process(target=ready, args=(photos, out, told))
+    process = processes.Process(target=work, args=(*arguments, told))
     process.start()
     assert told.wait(60)
     begin = time.perf_counter()
@@ -114,19 +121,82 @@ def run_for(seconds, photos, out):
     return process.exitcode != 0, time.perf_counter() - begin
 
 
-def test_killed_ten_times_at_random(tmp_path, photos, straight):
+@pytest.mark.parametrize(("kills", "seed"), [(10, 0), pytest.param(60, 1, marks=wide)])
+def test_trainings_killed_at_random(tmp_path, photos, straight, kills, seed):
     """A training that ends in between makes room for another one."""
-    killed, whole = run_for(60, photos, tmp_path / "0")
+    killed, whole = run_for(60, ready, photos, tmp_path / "0")
     assert not killed
     assert_same(tmp_path / "0", straight)
-    chance, kills, number = random.Random(0), 0, 1
-    while kills < KILLS:
-        killed, _ = run_for(chance.uniform(0, whole), photos, tmp_path / str(number))
-        kills += killed
+    chance, number, done = random.Random(seed), 1, 0
+    while done < kills:
+        killed, _ = run_for(chance.uniform(0, whole), ready, photos, tmp_path / str(number))
+        done += killed
         number += not killed
-    run_for(60, photos, tmp_path / str(number))
-    for done in range(1, number + 1):
-        assert_same(tmp_path / str(done), straight)
+    run_for(60, ready, photos, tmp_path / str(number))
+    for finished in range(1, number + 1):
+        assert_same(tmp_path / str(finished), straight)
+
+
+def sweeping(root, told):
+    told.set()
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+        methods = ["topk at=2", "tome at=2 r=20", "random at=3", "evit at=2"]
+        given = ["digits_vit", "--data", str(root / "photos"), "--out", str(root / "rows.jsonl"), "--no-speed"]
+        assert main(["sweep", *given, "--methods", *methods, "--together", "1", "--workers", "0"]) == 0
+
+
+def measured(path):
+    """All that a sweep found, but for how long it took."""
+    return {key: replace(row, about={}) for key, row in Ledger(path).rows().items()}
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(3, 2), pytest.param(30, 3, marks=wide)])
+def test_sweeps_killed_at_random(tmp_path, kills, seed):
+    generator = np.random.default_rng(0)
+    for number in range(20):
+        path = tmp_path / "photos" / str(number % 10) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 255, (32, 32), dtype=np.uint8)).save(path)
+    killed, whole = run_for(120, sweeping, tmp_path)
+    rows, expected = tmp_path / "rows.jsonl", measured(tmp_path / "rows.jsonl")
+    assert not killed and len(expected) == 5
+    rows.unlink()
+    chance, done = random.Random(seed), 0
+    while done < kills:
+        killed, _ = run_for(chance.uniform(0, whole), sweeping, tmp_path)
+        found = measured(rows)
+        assert found.items() <= expected.items()
+        done += killed
+        if not killed:
+            assert found == expected
+            rows.unlink()
+    assert not run_for(120, sweeping, tmp_path)[0]
+    assert measured(rows) == expected
+
+
+def saving(out, told):
+    torch.manual_seed(0)
+    first = reduce_(VisionTransformer(img_size=16, patch_size=4, embed_dim=64, depth=4, num_heads=2), TopK(at=2))
+    second = reduce_(VisionTransformer(img_size=16, patch_size=4, embed_dim=64, depth=4, num_heads=2), TopK(at=2))
+    for number, model in enumerate((first, second)):
+        save(model, out / str(number), weights=True)
+    told.set()
+    while True:
+        for model in (first, second):
+            save(model, out / "both", weights=True)
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(2, 4), pytest.param(10, 5, marks=wide)])
+def test_saves_killed_at_random(tmp_path, kills, seed):
+    chance = random.Random(seed)
+    for kill in range(kills):
+        out = tmp_path / str(kill)
+        assert run_for(chance.uniform(0.01, 0.3), saving, out)[0]
+        for name in (WEIGHTS, REDUCER):
+            if (out / "both" / name).exists():
+                found = (out / "both" / name).read_bytes()
+                assert found in [(out / str(number) / name).read_bytes() for number in (0, 1)]
 
 
 # In every phase

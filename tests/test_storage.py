@@ -84,7 +84,7 @@ def test_where_nothing_can_be_written_is_told_in_one_line(tmp_path):
     for path, reason in (
         (tmp_path / "file" / "x.bin", "Not a directory"),
         (tmp_path / "missing" / "x.bin", "No such file or directory"),
-        (tmp_path / "folder", "Is a directory"),
+        (tmp_path / "folder", "a folder"),
         (tmp_path / ("x" * 300), "File name too long"),
     ):
         refused(lambda path=path: write(path, b"new"), path, reason)

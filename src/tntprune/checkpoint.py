@@ -20,7 +20,7 @@ from tntprune.methods.base import Method, implementation
 from tntprune.plan import is_plan, read_plan
 from tntprune.reduce import base_of, inherit, missing_in, reduce_, reduction_of, with_dimension
 from tntprune.shipped import SHIPPED, find_shipped
-from tntprune.storage import check_finite, make_folder, packed, read_metadata, read_weights, write
+from tntprune.storage import check_finite, check_fits, make_folder, packed, read_metadata, read_weights, write
 
 if TYPE_CHECKING:
     from tntprune.curve import Curve
@@ -180,6 +180,7 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
     found = {name: value.shape for name, value in tensors.items() if name in wanted or not spare}
     if missing := missing_in(tensors, wanted):
         raise UserError(f"{path}: {missing}")
+    check_fits(path, tensors, method.state_dict())
     if wanted != found:
         odd = sorted(set(found) - set(wanted)) or ["shapes"]
         raise UserError(f"{path}: does not fit its own configuration ({odd[0]}); expected what tntprune.save writes")
@@ -206,6 +207,7 @@ def _weights(source: str | Path, path: Path, model: nn.Module) -> dict[str, torc
     wanted = {name: value.shape for name, value in base_of(model).state_dict().items()}
     if wanted != {name: value.shape for name, value in tensors.items()}:
         raise UserError(f"{file}: does not fit the model; expected the model it was trained on")
+    check_fits(file, tensors, base_of(model).state_dict())
     return tensors
 
 
@@ -236,6 +238,17 @@ def made_by(path: Path) -> tuple[str, bool]:
     """The note in a saved file on how it was made, and whether the model's own weights lie beside it."""
     about = _about(path)
     return about.get("made_by", ""), bool(about.get("weights"))
+
+
+def files_of(source: str | Path | None) -> list[Path]:
+    """The files of this machine that `load_` reads for a source, so that none of them is written over."""
+    if source is None or not Path(source).exists():
+        return []
+    path = Path(source)
+    if path.is_dir():
+        return [path / FILE, path / WEIGHTS]
+    own = weights_of(path) if is_plan(path) else path.parent / WEIGHTS
+    return [path, *filter(None, [own])]
 
 
 def weights_of(path: Path) -> Path | None:

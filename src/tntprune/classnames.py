@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from tntprune.errors import UserError
 from tntprune.storage import read_metadata
 
 ENTRY = "classes"  # of the metadata of a file of weights
@@ -28,9 +29,22 @@ def name_classes(model: Any, names: Sequence[str]) -> None:
 def packed_names(model: nn.Module) -> dict[str, str]:
     """The entry that keeps the names in a file of weights; none where there are no names."""
     names = class_names(model)
-    return {ENTRY: json.dumps(names)} if names else {}
+    fits = len(names) == getattr(model, "num_classes", len(names))  # not those of a head that was replaced
+    return {ENTRY: json.dumps(names)} if names and fits else {}
 
 
 def saved_names(path: Path) -> list[str]:
-    """The names that a file of weights keeps, if any."""
-    return list(json.loads(read_metadata(path).get(ENTRY, "[]"))) if path.suffix == ".safetensors" else []
+    """The names that a file of weights keeps, if any.
+
+    Raises:
+        UserError: they are no list of different names.
+    """
+    if path.suffix.lower() != ".safetensors":
+        return []
+    try:
+        names = json.loads(read_metadata(path).get(ENTRY, "[]"))
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names) or len(set(names)) < len(names):
+        raise UserError(f"{path}: broken names of classes in its metadata; expected a list of different names")
+    return names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -37,6 +39,7 @@ from tntprune.commands import (
 )
 from tntprune.errors import UsageError, UserError, UserNote
 from tntprune.flags import check_flags
+from tntprune.memory import lack_of_memory
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo.demo,
@@ -91,27 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(given, f"{name}{error.strerror or error}")
     except RecursionError:
         return _failed(given, "nested too deeply: a file or an option; expected less nesting")
-    except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        return _failed(given, "out of memory; expected a smaller batch, smaller images, or a machine with more memory")
 
 
 def _failed(given: Sequence[str], message: str, code: int = 1) -> int:
     """Print an error as one line, or with --json as one object, and return the exit code."""
-    line = " ".join(message.split())
-    if "--json" in given:
-        line = json.dumps({"error": line})
-    else:
-        line = "tntprune: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)  # no escape codes
-    print(line, file=sys.stderr)
+    line = console.one_line(" ".join(message.split()))
+    print(json.dumps({"error": line}) if "--json" in given else f"tntprune: {line}", file=sys.stderr)
     return code
-
-
-def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Tell a failed allocation of Python's, of torch on CPU or of torch on CUDA from other errors."""
-    words = ("DefaultCPUAllocator", "not enough memory", "out of memory")
-    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 @contextlib.contextmanager
@@ -122,7 +111,7 @@ def _noted() -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
             if issubclass(category, UserNote):
-                print(f"tntprune: note: {message}", file=sys.stderr)
+                console.warn(f"tntprune: note: {message}")
             else:
                 others(message, category, *where, **more)
 
@@ -139,8 +128,25 @@ def _run(given: list[str]) -> int:
             print(f"tntprune {__version__}")
             return 0
         return _parse(given)()
+    except (MemoryError, RuntimeError) as error:
+        line = lack_of_memory(error, _smaller(given))
+        if line is None:
+            raise
+        raise UserError(line) from None
     finally:
         sys.stdout.flush()  # or a reader that has gone would be noticed where nobody can catch it
+
+
+SMALLER = ("batch_size", "batch_sizes", "parts", "together", "workers", "img_size")  # what takes memory
+
+
+def _smaller(given: Sequence[str]) -> list[str]:
+    """Return the flags of a command that decide how much memory it takes."""
+    command = COMMANDS.get(next((word for word in given if word in COMMANDS), ""))
+    parameters = {} if command is None else inspect.signature(command).parameters
+    inner = (vars(parameter.default) for parameter in parameters.values() if is_dataclass(parameter.default))
+    names = {*parameters, *(name for fields in inner for name in fields)}
+    return [f"--{name.replace('_', '-')}" for name in SMALLER if name in names]
 
 
 def _parse(given: list[str]) -> Callable[[], int]:

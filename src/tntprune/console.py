@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MAX_BATCH = 65536
 MAX_WORKERS = 256
+LONGEST = 1000  # characters of a line
 
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help="a timm model, vit16 or digits_vit")]
 Weights = Annotated[
@@ -99,6 +100,24 @@ def load(model: str, weights: Path | None, device: str, img_size: tuple[int, int
     return load_model(model, weights, device, img_size)
 
 
+def printable(text: str) -> str:
+    r"""Make text that may hold a file's name safe to print: control characters, escape codes and bytes that are no text
+    become escapes such as \n and \x1b.
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def one_line(text: str) -> str:
+    """Make a message printable, without the middle of what is longer than a thousand characters."""
+    safe = printable(text)
+    return safe if len(safe) <= LONGEST else f"{safe[: LONGEST // 2]} ... {safe[-LONGEST // 2 :]}"
+
+
+def warn(text: str) -> None:
+    """Print one line on standard error."""
+    print(one_line(text), file=sys.stderr)
+
+
 def tell(json: bool, data: dict[str, Any], text: str) -> None:
     """Print one JSON object, or the text for a person.
 
@@ -106,7 +125,8 @@ def tell(json: bool, data: dict[str, Any], text: str) -> None:
         UserError: standard output cannot be written.
     """
     try:
-        print(json_format.dumps(data, default=str) if json else text, flush=True)
+        lines = text.split("\n")
+        print(json_format.dumps(data, default=str) if json else "\n".join(map(printable, lines)), flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:

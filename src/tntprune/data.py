@@ -185,6 +185,21 @@ class Batch(NamedTuple):
     positions: torch.Tensor
     bad: list[str]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave a process that reads through shared memory, or through the pipe where that has no room (Docker gives it
+        64 MB): torch itself would fail out of sight, and the reader would wait for good.
+        """
+        try:
+            images: Any = self.images.share_memory_()
+        except RuntimeError:
+            images = self.images.numpy()
+        return _arrived, (images, self.labels.numpy(), self.positions.numpy(), self.bad)
+
+
+def _arrived(images: Any, labels: Any, positions: Any, bad: list[str]) -> Batch:
+    """A batch that another process has read."""
+    return Batch(torch.as_tensor(images), torch.from_numpy(labels), torch.from_numpy(positions), bad)
+
 
 class Sent(NamedTuple):
     """A photo that is sent to where it is read, with what its augmentation follows from."""

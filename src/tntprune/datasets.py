@@ -11,10 +11,11 @@ from typing import Any, overload
 
 from timm.data import create_dataset
 
+from tntprune.config.checks import is_int
 from tntprune.data import Photo, all_photos, class_index, classes_of, labelled_photos, photos_in
 from tntprune.errors import UsageError, UserError
 from tntprune.images import BadImage
-from tntprune.streams import Remote, Shards, Stream, number_of
+from tntprune.streams import Remote, Shards, Stream, number_of, plain_file
 
 NEEDS = {"hfds": "datasets", "hfids": "datasets", "wds": "webdataset", "torch": "torchvision"}
 
@@ -66,15 +67,18 @@ def open_photos(
     if find_spec(NEEDS[kind]) is None:
         raise UserError(f"{spec}: needs {NEEDS[kind]}; install it with: pip install 'tntprune[data]'")
     split = split or ("train" if training else "validation")
+    if kind == "wds":
+        _check_index(str(spec), Path(name))
     opened = _open(str(spec), kind, name, split, root, samples)
     title = f"{spec} {split.split('|')[0]}"
     remote = opened.reader.builder.as_streaming_dataset(split=split) if kind == "hfids" else None
     numbers = class_numbers(_names(opened if remote is None else remote), model, str(spec)) if labelled else None
     if kind == "wds":
         return _shards(opened.reader, title, numbers)
+    own = () if kind == "torch" else _places(name, root)
     if remote is not None:
-        return Remote(title, opened.reader.num_samples, numbers, remote)
-    read = partial(_from_torch, opened) if kind == "torch" else partial(_from_reader, opened.reader)
+        return Remote(title, opened.reader.num_samples, numbers, remote, own, f"hf://datasets/{name}@")
+    read = partial(_from_torch, opened) if kind == "torch" else partial(_from_table, opened.reader.dataset, own)
     return Listed(read, title, numbers, len(opened))
 
 
@@ -176,10 +180,11 @@ class Listed(Sequence[Photo]):
         return Photo(image, number) if isinstance(image, Path) else Photo(Path(name), number, image)
 
 
-def _from_reader(reader: Any, position: int) -> tuple[Any, Any]:
-    file, label = reader[position]
-    with file:
-        return file.read(), label
+def _from_table(table: Any, own: tuple[Path, ...], position: int) -> tuple[Any, Any]:
+    item = table[position]
+    image = item["image"] or {}
+    content = image.get("bytes") or plain_file(str(image.get("path") or ""), own).read_bytes()
+    return content, item["label"]
 
 
 def _from_torch(opened: Any, position: int) -> tuple[Any, Any]:
@@ -187,6 +192,41 @@ def _from_torch(opened: Any, position: int) -> tuple[Any, Any]:
     return (Path(samples[position][0]), samples[position][1]) if samples else opened[position]
 
 
+def _places(name: str, root: Path | None) -> tuple[Path, ...]:
+    """The folders in which the files of a set of Hugging Face datasets lie: its own folder and the caches."""
+    import datasets
+    import huggingface_hub
+
+    folders = [datasets.config.HF_DATASETS_CACHE, huggingface_hub.constants.HF_HUB_CACHE]
+    folders += [folder for folder in (root, name) if folder is not None and Path(folder).is_dir()]
+    return tuple(Path(folder).resolve() for folder in folders)
+
+
+def _check_index(spec: str, folder: Path) -> None:
+    """Refuse a place that is no local folder, or whose index is not a regular file.
+
+    Raises:
+        UserError: naming the place.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{spec}: no such folder; {EXPECTED['wds']}")
+    for name in ("_info.json", "info.json"):
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise UserError(f"{folder / name}: not a regular file; expected webdataset's index")
+
+
 def _shards(reader: Any, title: str, numbers: list[int] | None) -> Shards:
-    shards = [str(Path(reader.root, name)) for name in reader.split_info.filenames]
-    return Shards(title, reader.num_samples, numbers, shards, reader.input_key.split(";"), reader.split_info.alt_label)
+    """The shards of webdataset. Their names come from a file, so each must be a regular file in the folder.
+
+    Raises:
+        UserError: one is not, or the index is broken.
+    """
+    info, count = reader.split_info, reader.num_samples
+    if not is_int(count) or count < 1 or not isinstance(info.alt_label, str):
+        raise UserError(f"{title}: a broken index; expected num_samples as a whole number and alt_label as text")
+    root = Path(reader.root).resolve()
+    try:
+        shards = [str(plain_file(str(root / str(name)), (root,))) for name in info.filenames]
+    except OSError as error:
+        raise UserError(f"{title}: {error}; expected tar files in {root}") from None
+    return Shards(title, count, numbers, shards, reader.input_key.split(";"), info.alt_label)

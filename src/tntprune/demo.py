@@ -19,10 +19,11 @@ from tntprune.evaluation import Figures, measure
 from tntprune.reduce import reduce_, reduction_of
 from tntprune.report import page, picture, table
 from tntprune.report.figures import curve
-from tntprune.storage import make_folder, write
+from tntprune.storage import check_output, make_folder, write
 from tntprune.train import calibrate_
 
 AT = 2  # the block after which tokens are dropped
+REPORT = "report.html"
 KEEP = (48, 32, 16, 8, 6, 4)  # of 64 tokens; the digit covers about nine
 SHOWN = (32, 16, 8)  # of these, pictures
 METHODS: dict[str, Config] = {
@@ -84,6 +85,7 @@ def demo(out: Path, seed: int = 0, progress: bool = True) -> Demo:
     Raises:
         UserError: an extra is not installed, or the folder cannot be written.
     """
+    check_output(out / REPORT)
     make_folder(out)  # a read-only disk is told now and not in two minutes; so is what is not installed
     blank(1, 1)
     images, labels = cluttered_digits("train", copies=2, seed=seed)
@@ -112,7 +114,7 @@ def demo(out: Path, seed: int = 0, progress: bool = True) -> Demo:
                     drawn[ORIGINAL] = new[ORIGINAL]
                     drawn[f"{tokens} tokens"] = new[f"after block {AT}"]
     assert base is not None
-    result = Demo(base, rows, out / "report.html")
+    result = Demo(base, rows, out / REPORT)
     write(result.report, _page(result, maps).encode())
     return result
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -17,6 +19,8 @@ from tntprune.errors import UserError
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm"})
 MAX_PIXELS = 100_000_000
+Node = tuple[int, int]  # a disk and a file's number on it
+MAX_PATHS = 100  # to the same folder, over links
 MAX_RATIO = 100  # of the sides; resizing the short one to a model's size would make the long one enormous
 
 
@@ -55,6 +59,8 @@ def read_image(
         raise BadImage(f"{name}: not an image that can be read; expected {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError:
         raise BadImage(f"{name}: too many pixels; expected at most {MAX_PIXELS // 10**6} megapixels") from None
+    except MemoryError:
+        raise  # says nothing about the image
     except Exception as error:  # Pillow's decoders raise a dozen kinds on broken files
         if isinstance(error, BadImage):
             raise
@@ -109,19 +115,41 @@ def find_images(folder: Path) -> list[Path]:
     return found
 
 
-def _walk(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[Path]:
     """Links are followed, for class folders often are some, but not back to a folder that we are in."""
-    real = os.path.realpath(folder)
-    if real in above:
-        return
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be read ({error.strerror}); expected a folder with images") from None
-    for entry in entries:
-        if entry.name.startswith("."):
+    seen: Counter[Node] = Counter()
+    waiting: list[tuple[str, frozenset[Node]]] = [(str(folder), frozenset())]
+    while waiting:
+        place, above = waiting.pop()
+        try:
+            about = Path(place).stat()
+            entries = list(os.scandir(place))
+        except OSError as error:
+            raise UserError(f"{place}: cannot be read ({error.strerror}); expected a folder with images") from None
+        own = (about.st_dev, about.st_ino)
+        if own in above:
             continue
-        if entry.is_dir():
-            yield from _walk(Path(folder, entry.name), above | {real})
-        elif Path(entry.name).suffix.lower() in SUFFIXES:
-            yield Path(folder, entry.name)
+        seen[own] += 1
+        if seen[own] > MAX_PATHS:
+            raise UserError(f"{place}: links lead here in more than {MAX_PATHS} ways; expected fewer")
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if _is_folder(entry):
+                waiting.append((entry.path, above | {own}))
+            elif Path(entry.name).suffix.lower() in SUFFIXES:
+                yield Path(entry.path)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder or leads to one.
+
+    Raises:
+        UserError: that cannot be told.
+    """
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False  # a link to itself; with an image's ending it is told when it is read
+        raise UserError(f"{entry.path}: cannot be read ({error.strerror}); expected a folder or a file") from None

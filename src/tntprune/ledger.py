@@ -12,6 +12,7 @@ from typing import Any
 
 from tntprune.errors import UserError
 from tntprune.results import Row
+from tntprune.storage import find_target, sync_folder
 
 LOCKS: Any = importlib.import_module("fcntl") if os.name == "posix" else None  # None: no such locks on this system
 START = b'{"key": "'  # of every line
@@ -85,7 +86,7 @@ class Ledger:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(file)
                 if new:
-                    _keep_name(self.path.parent)
+                    sync_folder(find_target(self.path).parent)
             except OSError as error:
                 with suppress(OSError):
                     os.ftruncate(file, end)
@@ -116,8 +117,7 @@ class Ledger:
     @contextmanager
     def _open(self, flags: int) -> Iterator[int]:
         """The file, with nobody else writing to it."""
-        if self.path.is_dir():
-            raise UserError(f"{self.path}: a folder; expected a file for results")
+        find_target(self.path)  # a pipe would be waited for
         try:
             file = os.open(self.path, flags | getattr(os, "O_BINARY", 0), 0o666)
         except OSError as error:
@@ -153,14 +153,3 @@ def _torn(line: bytes) -> bool:
     written = line.partition(b"\0")[0]
     begins = written[: len(START)] == START[: len(written)]
     return begins and (written != line or not line.endswith(b"\n"))
-
-
-def _keep_name(folder: Path) -> None:
-    """Let a new file's name be on the disk too."""
-    if os.name != "posix":
-        return  # elsewhere a folder cannot be opened
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -7,15 +7,18 @@ import signal
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
 from tntprune.data import Batch, Photos, Sent, collate
+from tntprune.errors import UserError
 from tntprune.streams import Stream
 
 T = TypeVar("T")
+SHARED = Path("/dev/shm")  # Linux's shared memory, also of locks
 
 
 class Share(NamedTuple):
@@ -152,11 +155,28 @@ def load(photos: Photos, sampler: Any, workers: int, pin: bool = False) -> DataL
         sampler: Of the keys of each batch.
         workers: Processes that read; 0 reads in this one.
         pin: Put batches where a CUDA device fetches them from without waiting.
+
+    Raises:
+        UserError: there is no room for the locks of so many processes.
     """
+    if workers:
+        _check_room(workers)
     return DataLoader(
         photos, batch_sampler=sampler, num_workers=workers, collate_fn=collate, worker_init_fn=leave_signals,
         pin_memory=pin, generator=torch.Generator(),  # its own, so that the seed it draws is taken from no one
     )  # fmt: skip
+
+
+def _check_room(workers: int) -> None:
+    """Refuse processes that read where their locks find no room, for torch prints a traceback then."""
+    if not SHARED.is_dir():
+        return  # a system that keeps them elsewhere
+    place = os.statvfs(SHARED)
+    if place.f_bavail * place.f_frsize < (4 + workers) * 16384:  # measured: 33 kB, and 12 for each process
+        raise UserError(
+            f"{SHARED}: no room for {workers} processes that read photos; expected --workers 0, or more shared memory "
+            "(docker run --shm-size 64m)"
+        )
 
 
 def leave_signals(worker: int) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from tntprune.backbones.vit16 import vit16
 from tntprune.classnames import name_classes, saved_names
 from tntprune.errors import UsageError, UserError
-from tntprune.storage import read_weights
+from tntprune.storage import check_finite, check_fits, read_weights
 
 ImgSize = tuple[int, int] | None  # rows and columns of pixels; None for the model's own
 
@@ -129,6 +129,10 @@ def _fill(model: nn.Module, loaded: dict[str, torch.Tensor], path: Path, name: s
     for key, shape in wanted.items():
         if given[key] != shape:
             raise UserError(f"{path}: not weights of {name}: {key} is {given[key]}, expected {shape}")
+    own = model.state_dict()
+    check_fits(path, loaded, own)
+    check_fits(path, tensors, own)  # what timm resamples may overflow too
+    check_finite(path, tensors)
     model.load_state_dict(tensors)
 
 
@@ -165,6 +169,9 @@ def _classes_in(tensors: dict[str, torch.Tensor]) -> int | None:
 def _name(model: nn.Module, weights: Path | None) -> None:
     """Let a model know the names of its classes, where its weights keep them."""
     names = [] if weights is None else saved_names(weights)
+    count = getattr(model, "num_classes", len(names))
+    if names and len(names) != count:
+        raise UserError(f"{weights}: names {len(names)} classes, and its head has {count}; expected as many")
     if names:
         name_classes(model, names)
 

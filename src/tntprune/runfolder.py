@@ -12,7 +12,7 @@ from tntprune.checkpoint import FILE, WEIGHTS
 from tntprune.errors import UsageError, UserError
 from tntprune.runlog import LOG
 from tntprune.runstate import AGAIN, STATE, read_object
-from tntprune.storage import read_metadata
+from tntprune.storage import find_target, read_metadata
 
 LOCK = ".lock"
 DIGESTS = {  # what must have the same contents in a resumed training; older ones do not record it
@@ -30,6 +30,8 @@ def find_start(out: Path, resume: bool, options: dict[str, Any]) -> tuple[int | 
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: a file; expected a folder")
+    for name in (FILE, WEIGHTS, STATE, LOG, LOCK):
+        find_target(out / name)  # a pipe would be waited for, and a link without an end be told after the work
     finished, state = ended(out), (out / STATE).exists()
     if not resume:
         if finished or state or _begun(out):
@@ -104,7 +106,7 @@ def alone(out: Path) -> Iterator[None]:
         yield
         return
     try:
-        file = open(out / LOCK, "w")  # noqa: SIM115 - the lock goes with it
+        file = open(out / LOCK, "ab")  # noqa: SIM115 - the lock goes with it
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror}); expected a folder that can be written") from None
     with file:

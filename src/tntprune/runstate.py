@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save as to_bytes
 
 from tntprune.errors import UserError
-from tntprune.storage import read_metadata, read_weights, write
+from tntprune.storage import check_fits, read_metadata, read_weights, write
 from tntprune.trainer import Trainer
 
 STATE = "checkpoint.safetensors"
@@ -80,6 +80,14 @@ def load_state(path: Path, trainer: Trainer) -> dict[str, Any]:
     if shapes != {name: value.shape for name, value in values.items()} or set(averages) != set(trainer.averages()):
         odd = min(set(shapes) ^ set(values), default="a shape")
         raise UserError(f"{path}: does not fit the model ({odd}); expected the state of the same training")
+    check_fits(path, values, dict(trainer.learned))
+    check_fits(path, averages, trainer.averages())
+    for kind, named in kinds.items():
+        for name, value in named.items():
+            if name not in shapes or value.shape not in (shapes[name], ()):
+                raise UserError(
+                    f"{path}: does not fit the model ({kind}/{name}); expected the state of the same training"
+                )
     for name, parameter in trainer.learned.items():
         parameter.data.copy_(values[name])
         state = {kind: named[name] for kind, named in kinds.items() if name in named}

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
+import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from tntprune.errors import UserError
+from tntprune.images import SUFFIXES
+
+READ = SUFFIXES | {".tar"}  # what is read of a folder of photos
 
 
 def make_folder(folder: Path) -> None:
@@ -27,31 +34,115 @@ def make_folder(folder: Path) -> None:
         raise UserError(f"{folder}: cannot be made ({error.strerror}); expected a folder that can be written") from None
 
 
+def find_target(path: Path) -> Path:
+    """Follow the links of a file that is to be written.
+
+    Raises:
+        UserError: what is there is no regular file: a folder, a device, a pipe, a socket, or links without an end.
+    """
+    try:
+        target = Path(os.path.realpath(path))
+        mode = target.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return target  # a new file, or one whose folder is told when it is written
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); expected a file") from None
+    except ValueError as error:  # a NUL character
+        raise UserError(f"{str(path)!r}: cannot be written ({error}); expected a file name") from None
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
+        raise UserError(f"{path}: cannot be written ({kind}); expected the name of a file")
+    return target
+
+
+def check_output(path: Path, inputs: Iterable[Path | str | None] = ()) -> None:
+    """Refuse a file that must not or cannot be written, before the work that ends with it.
+
+    Args:
+        path: The file.
+        inputs: Files that the same work reads, and folders of photos.
+
+    Raises:
+        UserError: it is one of the inputs or a photo in one of them, no regular file, or its folder cannot be written.
+    """
+    target = find_target(path)
+    for given in inputs:
+        source = Path(os.path.realpath(given)) if given is not None else None
+        if source is None:
+            continue
+        photo = source in target.parents and target.suffix.lower() in READ and target.exists()
+        if photo or source == target or (source.exists() and target.exists() and source.samefile(target)):
+            raise UserError(f"{path}: is read too ({given}); expected another name, as no input is overwritten")
+    above = next(folder for folder in target.parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"{path}: cannot be written into {above}; expected a file in a folder that can be written")
+
+
 def write(path: Path, data: bytes) -> None:
     """Write a file whole or not at all: to a temporary name beside it, synced, and renamed.
 
+    Where the path is a link, the file that it leads to gets the data.
+
     Raises:
-        UserError: the disk is full or the folder cannot be written; an older file of that name is left as it was.
+        UserError: the disk is full, the folder cannot be written, or what is there is no regular file; an older file of
+            that name is left as it was.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    target = find_target(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with _new(temporary, like=target) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-        if os.name != "posix":
-            return  # elsewhere a folder cannot be opened, and renaming is durable
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        os.replace(temporary, target)
+        sync_folder(target.parent)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); nothing that was there is lost") from None
     finally:
         with suppress(OSError):  # nothing is left of it, or it could not even be opened
             temporary.unlink(missing_ok=True)
+
+
+def put(made: Path, path: Path) -> None:
+    """Move a finished file to its place, atomically, also where a link leads to another disk.
+
+    Raises:
+        UserError: what is there is no regular file.
+        OSError: it cannot be written.
+    """
+    target = find_target(path)
+    if made.stat().st_dev != target.parent.stat().st_dev:
+        near = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            with open(made, "rb") as source, _new(near, like=target) as file:
+                shutil.copyfileobj(source, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(near, target)
+        finally:
+            near.unlink(missing_ok=True)
+    else:
+        os.replace(made, target)
+
+
+def _new(path: Path, like: Path) -> BinaryIO:
+    """Open a temporary file that was not there, with the permissions of the file whose place it takes."""
+    path.unlink(missing_ok=True)  # of a killed process of the same number
+    file = open(path, "xb")  # noqa: SIM115 - for the caller to close
+    if os.name == "posix" and like.exists():
+        os.fchmod(file.fileno(), stat.S_IMODE(like.stat().st_mode))
+    return file
+
+
+def sync_folder(folder: Path) -> None:
+    """Let new names in a folder be on the disk too."""
+    if os.name != "posix":
+        return  # elsewhere a folder cannot be opened, and renaming is durable
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def packed(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
@@ -97,7 +188,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
         loaded = (
             load_file(path)
-            if path.suffix == ".safetensors"
+            if path.suffix.lower() == ".safetensors"
             else torch.load(path, map_location="cpu", weights_only=True)
         )
     except pickle.UnpicklingError:
@@ -125,11 +216,40 @@ def check_finite(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """
     for name, value in tensors.items():
         try:
-            finite = not value.is_floating_point() or bool(value.isfinite().all())
+            if value.is_quantized:
+                raise RuntimeError("quantized tensors")
+            finite = not (value.is_floating_point() or value.is_complex()) or bool(value.isfinite().all())
         except RuntimeError as error:  # sparse, meta or 8-bit floats
             raise _unreadable(path, error) from None
         if not finite:
             raise UserError(f"{path}: {name} holds NaN or infinity; expected finite weights")
+
+
+def check_fits(path: Path, tensors: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Refuse tensors whose values become others when they are copied into those that are wanted.
+
+    Args:
+        path: The file that they come from.
+        tensors: Finite ones by name.
+        wanted: What they are copied into, by name; on the meta device too. Other names are passed over.
+
+    Raises:
+        UserError: whole numbers, truth values or complex ones for floats, or values beyond the range of these.
+    """
+    for name, value in tensors.items():
+        into = wanted.get(name)
+        if into is None:
+            continue
+        if _kind(value) != _kind(into):
+            raise UserError(f"{path}: {name} holds {_kind(value)} ({value.dtype}); expected {into.dtype}")
+        if into.is_floating_point() and torch.finfo(value.dtype).max > torch.finfo(into.dtype).max:
+            check_finite(path, {f"{name} as {into.dtype}": value.to(into.dtype)})
+
+
+def _kind(value: torch.Tensor) -> str:
+    if value.is_floating_point():
+        return "floats"
+    return "complex numbers" if value.is_complex() else "truth values" if value.dtype is torch.bool else "whole numbers"
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:

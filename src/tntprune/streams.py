@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -88,6 +87,27 @@ def number_of(label: Any, numbers: list[int], name: str) -> int:
     return numbers[index]
 
 
+def plain_file(path: str, folders: tuple[Path, ...]) -> Path:
+    """Resolve the path of a file that a data set names, which may be anybody's: it must lie in one of the folders.
+
+    Args:
+        path: As the data set has it.
+        folders: Resolved ones.
+
+    Raises:
+        OSError: it is no regular file, or lies elsewhere once links are followed.
+    """
+    try:
+        real = Path(path).resolve()
+    except (ValueError, RuntimeError) as error:  # a NUL in it, or links that lead to each other
+        raise OSError(f"{path!r} is no path ({error})") from None
+    if not any(real.is_relative_to(folder) for folder in folders):
+        raise OSError(f"{path} lies outside of the data set, and is not opened")
+    if not real.is_file():
+        raise OSError(f"{path} {'is not a regular file' if real.exists() else 'does not exist'}")
+    return real
+
+
 class Shards(Stream):
     """Tar files of webdataset: each photo is an image and its class, in files of one name.
 
@@ -95,7 +115,7 @@ class Shards(Stream):
         name: For messages.
         samples: How many photos there are.
         numbers: See `Stream`.
-        shards: The tar files, or whatever else webdataset opens.
+        shards: Paths of tar files.
         suffixes: Of images.
         field: Of the class in a photo's .json; it is in its .cls where this is empty.
     """
@@ -107,20 +127,29 @@ class Shards(Stream):
         self.shards, self.suffixes, self.field = shards, suffixes, field
 
     def items(self, key: tuple[int, ...] | None) -> Iterator[Item]:
-        from webdataset import DataPipeline, SimpleShardList, tarfile_to_samples
         from webdataset.filters import shuffle
+        from webdataset.tariterators import group_by_keys, tar_file_expander
 
-        shards, rng, mixed = list(self.shards), random.Random(repr(key)), []
+        shards, rng = list(self.shards), random.Random(repr(key))
         if key is not None:
             rng.shuffle(shards)
-            mixed = [shuffle(BUFFER, initial=BUFFER, rng=rng)]
-        for sample in DataPipeline(SimpleShardList(shards), tarfile_to_samples(), *mixed):
-            name = f"{os.path.basename(sample['__url__'])}/{sample['__key__']}"  # noqa: PTH119 - it may be an address
+        samples = group_by_keys(tar_file_expander(_opened(shards)))
+        if key is not None:
+            samples = shuffle(BUFFER, initial=BUFFER, rng=rng)(samples)
+        for sample in samples:
+            name = f"{Path(sample['__url__']).name}/{sample['__key__']}"
             suffix = next((suffix for suffix in self.suffixes if suffix in sample), None)
             if suffix is None:
                 raise UserError(f"{name}: has no image; expected one of {', '.join(self.suffixes)}")
             label = json.loads(sample.get("json", b"{}")).get(self.field) if self.field else sample.get("cls")
             yield f"{name}.{suffix}", sample[suffix], label
+
+
+def _opened(shards: list[str]) -> Iterator[dict[str, Any]]:
+    """Open shards as files: webdataset's own opener runs names that begin with "pipe:" as commands."""
+    for shard in shards:
+        with open(shard, "rb") as stream:
+            yield {"url": shard, "stream": stream}
 
 
 class Remote(Stream):
@@ -131,17 +160,20 @@ class Remote(Stream):
         samples: How many photos there are.
         numbers: See `Stream`.
         data: datasets' IterableDataset with `image` and `label`.
+        folders: Where its files lie on this machine.
+        origin: What the addresses of its files on the Hub begin with.
     """
 
-    def __init__(self, name: str, samples: int, numbers: list[int] | None, data: Any) -> None:
+    def __init__(
+        self, name: str, samples: int, numbers: list[int] | None, data: Any, folders: tuple[Path, ...], origin: str
+    ) -> None:
         import datasets
 
         super().__init__(name, samples, numbers)
+        self.folders, self.origin = folders, origin
         self.data = data.cast_column("image", datasets.Image(decode=False))
 
     def items(self, key: tuple[int, ...] | None) -> Iterator[Item]:
-        import fsspec
-
         data = self.data
         if key is not None:
             data = data.shuffle(seed=random.Random(repr(key)).getrandbits(32), buffer_size=BUFFER)
@@ -150,6 +182,22 @@ class Remote(Stream):
             name = f"{self.name} {image.get('path') or f'photo {number}'}"
             content = image.get("bytes")
             if content is None:
-                with fsspec.open(image["path"]) as file:
-                    content = file.read()
+                content = self.fetch(str(image["path"]))
             yield name, content, sample.get("label")
+
+    def fetch(self, path: str) -> bytes:
+        """Read an image that the set names by its path: a file of its own, here, on the Hub or in an archive.
+
+        Raises:
+            OSError: it is none of these.
+        """
+        import fsspec
+
+        *inner, outer = path.split("::")
+        if any(not link.startswith("zip://") for link in inner):
+            raise OSError(f"{path} is neither a file nor in a zip archive, and is not opened")
+        if not outer.startswith(self.origin):
+            outer = str(plain_file(outer, self.folders))
+        with fsspec.open("::".join([*inner, outer])) as file:
+            content: bytes = file.read()
+        return content

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 
 from tntprune.errors import UserError
 from tntprune.tokens import Tokens
+
+LOCK = Lock()  # of the traces of all models: only for as long as one is put in
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Trace:
 
 @contextmanager
 def record(model: nn.Module) -> Iterator[Trace]:
-    """Record which patches a reduced model keeps, for as long as the context lasts.
+    """Record which patches a reduced model keeps in this thread, for as long as the context lasts.
 
     Args:
         model: A reduced model, or its compiled form.
@@ -76,8 +79,22 @@ def record(model: nn.Module) -> Iterator[Trace]:
     tower: Any = tower_of(inner)
     if not hasattr(tower, "reduction"):
         raise UserError(f"{type(inner).__name__} is not reduced; call tntprune.reduce_ first")
-    outer, tower.trace = tower.trace, Trace()
+    own, trace = get_ident(), Trace()
+    outer = (tower.traces or {}).get(own)
+    _set(tower, own, trace)
     try:
-        yield tower.trace
+        yield trace
     finally:
-        tower.trace = outer
+        _set(tower, own, outer)
+
+
+def _set(tower: Any, thread: int, trace: Trace | None) -> None:
+    """Let one thread record into a trace, or no more; the others' stay, and copies of the model do not see it."""
+    with LOCK:
+        traces = {**(tower.traces or {})}
+        traces.pop(thread, None)
+        if trace is not None:
+            traces[thread] = trace
+        tower.traces = traces
+        if not traces:
+            del tower.traces

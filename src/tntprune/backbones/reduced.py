@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class Reduced:
     """What the reduced class of every family has besides its family's own class."""
 
     reduction: Method
-    trace: Trace | None = None  # where `record` wants to know what is kept
+    traces: dict[int, Trace] | None = None  # by thread: where `record` wants to know what is kept
     blocks: nn.Sequential
     num_prefix_tokens: int
     grad_checkpointing: bool
@@ -116,6 +117,15 @@ class Reduced:
         """Return one block, to run its halves one by one."""
         block: Any = self.blocks[number - 1]
         return block  # type: ignore[no-any-return]
+
+    @property
+    def trace(self) -> Trace | None:
+        """Where this thread records what is kept."""
+        if self.traces is None:
+            return None
+        if torch.compiler.is_compiling():  # a graph knows no threads
+            return list(self.traces.values())[-1]
+        return self.traces.get(get_ident())
 
     def grid(self: Any, images: torch.Tensor) -> tuple[int, int]:
         """Rows and columns of patches that such images have. Also asked of a model that is not reduced.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -88,6 +89,9 @@ class Intermediates:
         )
 
     def set_input_size(self: Any, *args: Any, **kwargs: Any) -> None:
-        """timm's own; the reduction then counts the patches of the new size."""
+        """timm's own; the reduction then counts the patches of the new size. One that is refused changes nothing."""
+        tried = copy.deepcopy(self.patch_embed)
+        tried.set_input_size(*args, **kwargs)
+        copy.deepcopy(self.reduction).resize(tuple(tried.grid_size))
         super().set_input_size(*args, **kwargs)  # type: ignore[misc]
         self.reduction.resize(tuple(self.patch_embed.grid_size))

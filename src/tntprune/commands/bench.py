@@ -98,13 +98,17 @@ def bench(
     from tntprune.bench.plot import plot as draw
     from tntprune.bench.run import bench as run
     from tntprune.bench.run import merged
+    from tntprune.checkpoint import files_of
     from tntprune.data import all_photos
     from tntprune.models import check_device
+    from tntprune.storage import check_output
     from tntprune.training import check_whole
 
     if threads is not None:
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
+    if plot is not None:
+        check_output(plot, [weights, data, *files_of(reducer)])
     photos = all_photos(data) if data is not None else []
     check_whole("device", len(device), 1)
     for where in device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Annotated
 
 import tyro
@@ -27,6 +26,7 @@ from tntprune.console import (
     Workers,
     load,
     tell,
+    warn,
 )  # fmt: skip
 from tntprune.options import MethodOptions, apply
 from tntprune.units import unit_of
@@ -86,7 +86,7 @@ def evaluate(
     if not world.main:
         return 3 if found.skipped else 0
     for line in found.bad:
-        print(f"skipped {line}", file=sys.stderr)
+        warn(f"skipped {line}")
     rows: list[tuple[str, Figures]] = [("pruned" if is_reduced(built) else "unpruned", found)]
     if found.base is not None:
         rows.append(("unpruned", found.base))

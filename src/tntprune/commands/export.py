@@ -52,12 +52,17 @@ def export(
     json: Json = False,
 ) -> int:
     """Write a model, reduced or not, for another runtime, and beside it FILE.json: all one needs to run it."""
+    from tntprune.checkpoint import files_of
     from tntprune.exporters.check import check as compare
     from tntprune.exporters.export import export as write
+    from tntprune.exporters.export import files
     from tntprune.exporters.samples import chosen, read
+    from tntprune.storage import check_output
 
     if dtype == "int8" and data is None:
         raise UsageError("--dtype int8 needs photos to measure ranges on; expected --data DIR")
+    for file in files(out, to):
+        check_output(file, [weights, data, *files_of(reducer)])
     built = apply(load(model, weights, "cpu", img_size), method, reducer, reduction, then)
     checked: list[Photo] = []
     used: list[Photo] = []

@@ -55,7 +55,7 @@ def push(
     from tntprune.hub import split
     from tntprune.share import history
     from tntprune.share import push as share
-    from tntprune.storage import write
+    from tntprune.storage import check_output, write
 
     if to is None and not card_only:
         raise UsageError("nowhere to push to: expected --to user/repo, or --card-only")
@@ -63,6 +63,8 @@ def push(
         raise UsageError(f"--card-only writes into RUN, and {reducer} is no folder here; expected one made by train")
     if to is not None:
         split(to)
+    if card_only:
+        check_output(Path(reducer) / CARD, [weights, data])
     loaded = load(model, weights, device, img_size)
     before = copy.deepcopy(loaded) if data is not None else None  # where the model was trained too, it changes
     built = apply(loaded, None, reducer, reduction)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -49,9 +49,10 @@ def report(
         model: Of the token maps.
         reducer: Of the token maps: a folder made by train, a Hub id, or pretrained.
     """
+    from tntprune.checkpoint import files_of
     from tntprune.report.build import build
     from tntprune.report.build import figures as all_figures
-    from tntprune.storage import make_folder, write
+    from tntprune.storage import check_output, make_folder, write
 
     if not results:
         raise UsageError("no results given; expected one or more files that tntprune sweep wrote")
@@ -64,6 +65,12 @@ def report(
             if known is None or row.images_per_s is not None or known.images_per_s is None:
                 found[row.setting.key] = row  # the last one, but none without a speed after one that has it
     rows = list(found.values())
+    drawings: list[tuple[Path, Any, str]] = []
+    if figures is not None:
+        forms = ("png", "svg")
+        drawings = [(figures / f"{name}.{form}", draw, form) for name, draw in all_figures(rows) for form in forms]
+    for file in (out, *(path for path, _, _ in drawings)):
+        check_output(file, [*results, *maps, *photos, weights, *files_of(reducer)])
     drawn = [(path.stem.replace("_", " ").replace("-", " "), _bytes(path)) for path in maps]
     if model and reducer:
         drawn.append(_maps(model, weights, reducer, photos, device))
@@ -72,10 +79,9 @@ def report(
     written = []
     if figures is not None:
         make_folder(figures)
-        for name, draw in all_figures(rows):
-            for form in ("png", "svg"):
-                written.append(str(figures / f"{name}.{form}"))
-                write(figures / f"{name}.{form}", draw(form))
+    for path, draw, form in drawings:
+        written.append(str(path))
+        write(path, draw(form))
     make_folder(out.parent)
     write(out, made.encode())
     told = f"{len(rows)} rows: {out}" + (f", and {len(written)} figures in {figures}" if figures else "")

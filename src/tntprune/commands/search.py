@@ -118,13 +118,18 @@ def search(
     from tntprune.search.budget import budget
     from tntprune.search.picture import draw_front
     from tntprune.search.run import search as run
-    from tntprune.storage import make_folder
+    from tntprune.storage import check_output, make_folder
 
     wanted = budget(macs, latency, speedup, drop)
     if not is_plan(out):
         raise UsageError(f"--out {out}: expected a file that ends in .json")
     if out.exists():
         raise UsageError(f"--out {out}: exists already; expected a new name, as a plan takes minutes to find")
+    picture = out.with_suffix(".png")
+    if picture.exists():
+        raise UsageError(f"--out {out}: its picture {picture} exists already; expected a new name")
+    for file in (out, picture, *([] if curve is None else [curve])):
+        check_output(file)
     if curve is not None and not wanted.timed:
         raise UsageError("--curve is of time; expected it with --latency or --speedup")
     torch.manual_seed(seed)
@@ -155,7 +160,6 @@ def search(
         photos=photos, minutes=minutes, moves=moves, seed=seed, workers=workers, curve=known, batch_size=batch_size,
         dtype=dtype, base=base, weights=tuned, made_by=json_format.dumps(about),
     )  # fmt: skip
-    picture = out.with_suffix(".png")
     write_plan(out, found.plan)  # first: whatever fails behind it, the plan is there
     if curve is not None and known is None and found.curve is not None:
         found.curve.save(curve)

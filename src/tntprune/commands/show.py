@@ -39,8 +39,10 @@ def show(
     """
     import torch
 
+    from tntprune.checkpoint import files_of
     from tntprune.draw import photo_maps, sheet, write_picture
     from tntprune.reduce import is_reduced
+    from tntprune.storage import check_output
 
     torch.manual_seed(seed)
     if out.suffix and out.suffix.lower() != ".png":
@@ -49,6 +51,7 @@ def show(
         raise UsageError("no photo given; expected one or more")
     if reducer is None and method is None:
         raise UsageError("nothing to show: expected --reducer RUN, or --method random")
+    check_output(out, [*photos, weights, *files_of(reducer)])
     built = apply(load(model, weights, device, img_size), method, reducer, reduction, then)
     if not is_reduced(built):
         raise UserError(f"{model} is not reduced")

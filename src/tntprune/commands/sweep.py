@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from tntprune.bench.names import DType
-from tntprune.console import BatchSize, Device, ImgSize, Json, OnBadImage, Workers, tell
+from tntprune.console import BatchSize, Device, ImgSize, Json, Limit, OnBadImage, Workers, tell, warn
 from tntprune.errors import UsageError
 from tntprune.flags import Within, Written
 from tntprune.units import unit_of
@@ -102,6 +101,7 @@ def sweep(
     """
     from tntprune.ledger import Ledger
     from tntprune.models import check_device, check_name
+    from tntprune.storage import check_output
     from tntprune.sweep import carry_out, plan
     from tntprune.sweep.grid import by_model
     from tntprune.training import check_whole
@@ -112,6 +112,7 @@ def sweep(
         check_name(model)
     check_device(device)
     files = {name: Path(file) for name, file in by_model(weights, models, "file")}
+    check_output(out, [data, *files.values()])
     made = plan(
         _jobs(models, methods, reducers, at, rates), data, weights=files, batch_size=batch_size,
         precision=precision, limit=limit, img_size=img_size, random_weights=random_weights,
@@ -122,7 +123,7 @@ def sweep(
     world = join(device)
     if world.main:
         for line in made.left_out:
-            print(f"left out: {line}", file=sys.stderr)
+            warn(f"left out: {line}")
     rows = carry_out(
         made, out, device=device, workers=workers, together=together, speed=speed, rounds=rounds,
         on_bad_image=on_bad_image, world=world,

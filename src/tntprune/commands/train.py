@@ -75,12 +75,16 @@ def train(
     Several processes: torchrun --nproc-per-node 8 -m tntprune train ...
     """
     from dataclasses import replace
+    from itertools import product
 
+    from tntprune.checkpoint import FILE, WEIGHTS, files_of
     from tntprune.config import Random
     from tntprune.jobs import train_folder
     from tntprune.recipes import Recipe, changed, published, short
     from tntprune.reduce import reduce_, reduction_of
     from tntprune.runfolder import ended
+    from tntprune.runs import BEST, EMA
+    from tntprune.storage import check_output
     from tntprune.training import Training
     from tntprune.world import join
 
@@ -93,6 +97,9 @@ def train(
         config = config_from(method or "tnt", reduction)
         recipe = {"none": lambda c: Recipe(c, Training()), "short": short, "published": published}[preset](config)
         recipe = changed(recipe, options)
+    places = () if out.is_file() else (out, out / BEST, out / EMA)  # a file is told in other words
+    for place, name in product(places, (FILE, WEIGHTS)):
+        check_output(place / name, [weights, *files_of(reducer)])
     world = join(device)
     built = load(model, weights, world.device(device), img_size)
     if tunes:

@@ -31,7 +31,7 @@ def is_int(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """A finite number that is not True or False."""
+    """A finite number that is not True or False, in the range of floats."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

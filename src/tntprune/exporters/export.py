@@ -22,7 +22,7 @@ from tntprune.errors import UsageError, UserError
 from tntprune.exporters.base import INPUT, LOGITS, DType, Format, Job, Runner, find_format, first_line
 from tntprune.exporters.graph import capture, exportable
 from tntprune.exporters.samples import as_tensor, preprocessing
-from tntprune.storage import make_folder, write
+from tntprune.storage import check_output, find_target, make_folder, put, write
 from tntprune.training import check_whole
 
 
@@ -89,6 +89,8 @@ def export(
         raise UsageError(f"batch_size={batch_size} and dynamic_batch were both given; expected one of them")
     if dtype == "int8" and calibration is None:
         raise UsageError("int8 needs photos to measure ranges on; expected calibration (--data DIR)")
+    for file in files(path, to):
+        check_output(file)
     exportable(model)
     batch = None if dynamic_batch else batch_size
     images = as_tensor(model, calibration, calibration_size, batch_size) if dtype == "int8" else None
@@ -109,6 +111,11 @@ def export(
         return Exported(path, _settle(folder, path), about)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def files(path: Path, to: str) -> list[Path]:
+    """The files that an export writes."""
+    return [path, *([path.with_suffix(".bin")] if to == "openvino" else []), described(path)]
 
 
 def described(path: Path) -> Path:
@@ -182,10 +189,10 @@ def _settle(folder: Path, path: Path) -> tuple[Path, ...]:
         for file in folder.iterdir():
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
-        path.unlink(missing_ok=True)
+        find_target(path).unlink(missing_ok=True)
         for name in beside:
-            os.replace(folder / name, path.parent / name)
-        os.replace(folder / path.name, path)
+            put(folder / name, path.parent / name)
+        put(folder / path.name, path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
     return (path, *(path.parent / name for name in beside))

@@ -80,7 +80,7 @@ def capture(
     twin = copy.deepcopy(model).cpu().to(dtype)
     tower = tower_of(twin)
     if isinstance(tower, Reduced):
-        tower.trace = None  # nobody records what a graph does
+        tower.traces = None  # nobody records what a graph does
     answering = Answering(twin, indices).eval().requires_grad_(False)
     count = 2 if batch is None else batch  # 1 would be taken for a constant
     images = torch.zeros(count, *find_backbone(model).input_size(model))

@@ -19,7 +19,7 @@ from tntprune.paper.plan import Entry, Plan, TokenMap
 from tntprune.paper.trainings import RecipeName, folder, spent, train
 from tntprune.precision import Precision
 from tntprune.results import Row
-from tntprune.storage import make_folder, write
+from tntprune.storage import check_output, make_folder, write
 from tntprune.sweep import Job, carry_out
 from tntprune.sweep import plan as plan_sweep
 from tntprune.sweep.photos import Listing
@@ -91,6 +91,8 @@ def run(plan: Plan, options: Options, world: World = ALONE, progress: bool = Tru
         UserError: something given cannot be used.
     """
     _check(plan, options)
+    for file in (RESULTS, PAGE, REPORT):
+        check_output(options.out / file, [options.data, *(options.weights or {}).values(), *options.photos])
     with world.main_first():
         make_folder(options.out)
     where = options.trainings or options.out / "trainings"

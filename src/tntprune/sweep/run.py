@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from tntprune.console import warn
 from tntprune.data import default_workers
 from tntprune.environment import surroundings
 from tntprune.errors import UserError
@@ -85,7 +85,7 @@ def sweep(
     )  # fmt: skip
     if world.main:
         for line in made.left_out:
-            print(f"left out: {line}", file=sys.stderr)
+            warn(f"left out: {line}")
     return carry_out(
         made, out, device=device, workers=workers, together=together, speed=speed, rounds=rounds,
         on_bad_image=on_bad_image, world=world, progress=progress,
@@ -179,7 +179,7 @@ class _Runner:
         for line in bad:
             if line not in self.told:
                 self.told.add(line)
-                print(f"skipped {line}", file=sys.stderr)
+                warn(f"skipped {line}")
         for number, one in zip(lacking, counted, strict=True):
             row = _row(group[number], one, len(bad), self.device, seconds / len(lacking))
             self._add(row)
