@@ -32,6 +32,7 @@ from tntprune.commands import (
     train,
 )
 from tntprune.errors import UserError, UserNote
+from tntprune.lean import start_lean
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo.demo,
@@ -49,6 +50,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "export": export.export,
     "push": push.push,
 }
+COUNTING = (["info"], ["macs"])  # commands that run no model
 RESUMED = (["sweep"], ["paper"])  # commands that go on where they stopped
 ABOUT = """Faster vision transformers: drop the tokens they do not need.
 
@@ -179,6 +181,8 @@ def _union(told: str) -> str:
 
 def run() -> None:
     """The console script."""
+    if sys.argv[1:2] in COUNTING:
+        start_lean()
     sys.exit(main())
 
 
