@@ -19,6 +19,7 @@ from tntprune.classnames import name_classes, saved_names
 from tntprune.errors import UsageError, UserError
 from tntprune.storage import read_weights
 
+DRAWING = (torch.Tensor.uniform_, torch.Tensor.erfinv_, torch.Tensor.clamp_)  # and all of torch.nn.init
 ImgSize = tuple[int, int] | None  # rows and columns of pixels; None for the model's own
 
 
@@ -56,11 +57,11 @@ def shape_of(name: str, img_size: ImgSize = None, weights: Path | None = None) -
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leave out timm's truncated normal on the meta device: there are no values, and its first call loads sympy."""
+    """Do not draw initial weights on the meta device: there are no values, and the first call loads sympy."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        drawing = func in (torch.Tensor.erfinv_, torch.Tensor.clamp_)
-        return args[0] if drawing else func(*args, **(kwargs or {}))
+        drawing = func in DRAWING or getattr(func, "__module__", "") == "torch.nn.init"
+        return (args or tuple((kwargs or {}).values()))[0] if drawing else func(*args, **(kwargs or {}))
 
 
 def random_model(name: str, device: str = "cpu", img_size: ImgSize = None, num_classes: int | None = None) -> nn.Module:
