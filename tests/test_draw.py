@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from PIL import Image
 
 from conftest import make, photos_for
 from tntprune import TNT, Random, calibrate_, reduce_
+from tntprune.cli import main
 from tntprune.draw import COLOUR, ORIGINAL, VEIL, kept_maps, photo_maps, sheet, to_pixels, veiled
 from tntprune.reduce import reduction_of
 
@@ -103,3 +105,12 @@ def test_a_map_has_the_grid_of_the_picture_and_not_the_models_own():
         same = (picture["after block 2"] == picture[ORIGINAL]).all(2)
         clear = same.reshape(6, 4, 12, 4).all((1, 3))
         assert clear.sum() == 36 and same.sum() == 36 * 16
+
+
+@pytest.mark.parametrize("name", ["$5", "a$b$c", "$\\frac$", os.fsdecode(b"\xffphoto"), "two\nlines"])
+def test_a_photo_may_have_any_name(name, tmp_path):
+    photo = tmp_path / f"{name}.png"
+    Image.effect_noise((32, 32), 90).convert("RGB").save(photo)
+    out = tmp_path / "sheet.png"
+    assert main(["show", "digits_vit", str(photo), "--method", "random", "--at", "1", "--out", str(out)]) == 0
+    assert Image.open(out).format == "PNG"

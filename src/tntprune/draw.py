@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tntprune.backbones.base import find_backbone, tower_of
-from tntprune.canvas import blank, finished
+from tntprune.canvas import blank, drawable, finished
 from tntprune.data import input_mode, transform_for
 from tntprune.images import read_image
 from tntprune.reduce import device_of, inherit, reduce_, reduction_of
@@ -126,9 +126,9 @@ def sheet(pictures: list[dict[str, Pixels]], titles: Sequence[str] | None = None
             for edge in axis.spines.values():
                 edge.set_color("#cccccc")
             if row == 0:
-                axis.set_title(caption, fontsize=10)
+                axis.set_title(drawable(caption), fontsize=10)
             if column == 0 and titles is not None:
-                axis.set_ylabel(titles[row], fontsize=9)
+                axis.set_ylabel(drawable(titles[row]), fontsize=9)
     return finished(figure, "png")
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 BLOCKS = (1, 2, 3, 4, 5)  # of the paper's token maps
 KEEP = 0.5
+LARGEST = 100_000_000  # bytes of a picture of token maps
 
 
 def report(
@@ -96,7 +97,12 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _bytes(path: Path) -> bytes:
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: not a file; expected a picture")
     try:
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise UserError(f"{path}: {size / 1e6:.0f} MB; expected a picture of at most {LARGEST / 1e6:.0f}")
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a picture") from None

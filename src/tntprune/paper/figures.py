@@ -85,7 +85,7 @@ def _as_row(one: Published, base: Published) -> Row:
         setting=Setting(label, "", config, None, "published", images),
         name=METHODS.get(one.row["method"], "unpruned"), scheme=one.row["scheme"] or "unpruned", images=images,
         skipped=0, right=round(one.top1 * images / 100), right5=0, agreeing=0, macs=round(one.gmacs * 1e9),
-        base_macs=round(base.gmacs * 1e9), tokens=[], images_per_s=one.images_per_s,
+        base_macs=round(base.gmacs * 1e9), tokens=[], images_per_s=one.images_per_s, speedup=one.speedup,
     )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def pictures(measured: Sequence[Measured], folder: str) -> str:
     for scheme, words in SCHEMES.items():
         for name, _ in _drawn(measured, scheme):
             whose = "as the authors reported it" if name.endswith("-paper.png") else "measured"
-            caption = f"Top-1 over multiply-accumulates and over images/s, {words}, {whose}"
+            caption = f"Top-1 over multiply-accumulates and over speed-up, {words}, {whose}"
             found.append(picture(f"{caption}.", folder + name))
     return "\n\n".join(found)
 
