@@ -203,4 +203,9 @@ def _about(value: Any) -> bool:
         return False
     words = all(isinstance(value.get(name, ""), str) for name in ("hardware", "date"))
     versions, seconds = value.get("versions", ""), value.get("seconds", 0)
-    return words and isinstance(versions, str | dict) and _amount(seconds) and ("speed" not in value or _about(value["speed"]))
+    return (
+        words
+        and isinstance(versions, str | dict)
+        and _amount(seconds)
+        and ("speed" not in value or _about(value["speed"]))
+    )

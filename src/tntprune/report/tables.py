@@ -165,8 +165,7 @@ def equal_costs(backbone: Backbone, scheme: str) -> dict[float, dict[str, AtCost
     left = sorted((share(row) for rows in lines.values() for row in rows), reverse=True)
     found: dict[float, dict[str, AtCost]] = {}
     while left:
-        border = LOW if left[0] >= LOW else 0  # no column lies in both regimes
-        near = [cost for cost in left if cost >= max(border, left[0] - WIDE)]
+        near = [cost for cost in left if cost >= left[0] - WIDE]
         cost = near[len(near) // 2]
         at = {label: _at_cost(rows, cost) for label, rows in lines.items()}
         found[cost] = {label: own for label, own in at.items() if own is not None}
