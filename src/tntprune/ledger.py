@@ -116,8 +116,9 @@ class Ledger:
     @contextmanager
     def _open(self, flags: int) -> Iterator[int]:
         """The file, with nobody else writing to it."""
-        if self.path.is_dir():
-            raise UserError(f"{self.path}: a folder; expected a file for results")
+        if self.path.exists() and not self.path.is_file():  # opening a pipe would wait for its other end
+            kind = "a folder" if self.path.is_dir() else "a pipe or device"
+            raise UserError(f"{self.path}: {kind}; expected a file for results")
         try:
             file = os.open(self.path, flags | getattr(os, "O_BINARY", 0), 0o666)
         except OSError as error:

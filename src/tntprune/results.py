@@ -18,7 +18,7 @@ class Setting:
         weights: SHA-256 of the file of weights, "hub" for timm's own, or "random".
         config: `to_dict` of the reduction's config; None for the unpruned model.
         reducer: SHA-256 of the saved reduction (and of the weights beside it), or None where nothing was learned.
-        data: SHA-256 of the photos' paths below their folder, in order, with their labels.
+        data: SHA-256 of the photos' paths below their folder, in order, with their labels and contents.
         images: How many photos that are.
         precision: "fp32", "bf16" or "fp16": of the forward pass; the last two under autocast, with the head in fp32.
         batch_size: Images at a time.
@@ -127,7 +127,7 @@ class Row:
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a row of results: {error}") from None
         size = found.setting.img_size
-        return replace(found, setting=replace(found.setting, img_size=size and tuple(size)))
+        return replace(found, setting=replace(found.setting, img_size=size and (size[0], size[1])))
 
 
 def _check(row: Row) -> None:

@@ -81,11 +81,12 @@ def _as_row(one: Published, base: Published) -> Row:
     config = None if one.config is None else to_dict(one.config)
     label = f"{SHORT[base.row['backbone']]}, as published"
     images = 50_000
+    speedup = one.images_per_s and base.images_per_s and one.images_per_s / base.images_per_s
     return Row(
         setting=Setting(label, "", config, None, "published", images),
         name=METHODS.get(one.row["method"], "unpruned"), scheme=one.row["scheme"] or "unpruned", images=images,
         skipped=0, right=round(one.top1 * images / 100), right5=0, agreeing=0, macs=round(one.gmacs * 1e9),
-        base_macs=round(base.gmacs * 1e9), tokens=[], images_per_s=one.images_per_s, speedup=one.speedup,
+        base_macs=round(base.gmacs * 1e9), tokens=[], images_per_s=one.images_per_s, speedup=speedup,
     )  # fmt: skip
 
 

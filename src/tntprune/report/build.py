@@ -131,8 +131,8 @@ def _caption(backbones: Sequence[Backbone], scheme: str) -> str:
     columns, models = (", one column a backbone", "models") if len(backbones) > 1 else ("", "model")
     return (
         f"Top-1 accuracy on {images} images against multiply-accumulates of one image (top) and speed-up over the "
-        f"unpruned model, timed in turns with it (bottom), tokens removed at {SCHEMES[scheme]}{columns}. The dashed line "
-        f"and the star are the unpruned {models}. Better is up and to the left on top, up and to the right below. "
+        f"unpruned model, timed in turns with it (bottom), tokens removed at {SCHEMES[scheme]}{columns}. The dashed "
+        f"line and the star are the unpruned {models}. Better is up and to the left on top, up and to the right below. "
         f"One standard error of a point is at most {error:.1f}." + (mixed if len(machines) > 1 else "")
     )
 

@@ -90,8 +90,8 @@ def _drawn(backbones: Sequence[Backbone], scheme: str, form: Form, styles: Mappi
         handles.update({label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)})
     keys = [name for name in ("unpruned", *shown) if name in handles]
     figure.legend(
-        [handles[key] for key in keys], list(map(drawable, keys)), loc="outside lower center", ncols=min(across, len(keys)),
-        frameon=False, fontsize=8.5, handlelength=3.2, columnspacing=1.4,
+        [handles[key] for key in keys], list(map(drawable, keys)), loc="outside lower center",
+        ncols=min(across, len(keys)), frameon=False, fontsize=8.5, handlelength=3.2, columnspacing=1.4,
     )  # fmt: skip
     return finished(figure, form)
 

@@ -158,8 +158,9 @@ def comparable(found: dict[str, AtCost]) -> dict[str, Row]:
 def equal_costs(backbone: Backbone, scheme: str) -> dict[float, dict[str, AtCost]]:
     """Compare lines at shares of multiply-accumulates, in percent, from the largest to the smallest.
 
-    Each row that no other one of its line beats at no higher cost lies within `WIDE` points of a share. A line has the row it was measured with at that share; else what
-    lies between its two rows around it, if they are at most `GAP` points apart; else its nearest row within `WIDE`.
+    Each row on the frontier of its line lies within `WIDE` points of a share. At a share, a line has the row that was
+    measured there; else what lies between its two rows around it, if they are at most `GAP` points apart; else its
+    nearest row within `WIDE`.
     """
     lines = {label: _frontier(rows) for label, rows in backbone.lines(scheme).items()}
     left = sorted((share(row) for rows in lines.values() for row in rows), reverse=True)
@@ -197,7 +198,7 @@ def _between(below: Row, above: Row, part: float) -> Row:
     """A row whose figures lie between those of two rows: `part` of the way from one to the other."""
 
     def mixed(name: str) -> int:
-        low, high = (getattr(row, name) / row.images for row in (below, above))
+        low, high = (float(getattr(row, name)) / row.images for row in (below, above))
         return round(above.images * (low + part * (high - low)))
 
     macs = round(below.macs + part * (above.macs - below.macs))
