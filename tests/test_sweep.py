@@ -660,7 +660,7 @@ def test_shipped_scorers_have_the_name_they_have_everywhere(tmp_path, capsys):
     save_file(timm.create_model("vit_tiny_patch16_224").state_dict(), tmp_path / "random.safetensors")
     job = Job("vit_tiny_patch16_224", TNT(at=2, keep=0.5), "pretrained")
     files = {job.model: tmp_path / "random.safetensors"}
-    with pytest.raises(UserError, match="made for the pretrained weights of vit_tiny.*and these are others"):
+    with pytest.raises(UserError, match=r"made for the pretrained weights of vit_tiny.*and these are others"):
         sweep([job], photo.parents[1], tmp_path / "out.jsonl", weights=files, workers=0, progress=False, speed=False)
 
 
