@@ -111,7 +111,7 @@ def _bytes(path: Path) -> bytes:
 def _maps(model: str, weights: Path | None, reducer: str, photos: tuple[Path, ...], device: str) -> tuple[str, bytes]:
     """The paper's figure of token maps: its caption and a PNG."""
     from tntprune.checkpoint import load_, read
-    from tntprune.draw import photo_maps, sheet
+    from tntprune.draw import photo_maps, row_titles, sheet
     from tntprune.reduce import blocks_of
 
     host = load(model, weights, device)
@@ -120,7 +120,7 @@ def _maps(model: str, weights: Path | None, reducer: str, photos: tuple[Path, ..
     built = load_(host, reducer, at=blocks, keep=KEEP)
     maps = photo_maps(built, photos, each=True)
     caption = (
-        f"{model} with {reducer}: what stays (clear) and what is dropped (veiled) of each photo where half of the "
-        "tokens go after one block; each column is a block on its own."
+        f"{model} with {reducer}: kept tokens are clear, merged ones under faint stripes and dropped ones under strong "
+        "ones, where half of the tokens go after one block; each column is a block on its own."
     )
-    return caption, sheet(maps, [path.stem[:24] for path in photos])
+    return caption, sheet(maps, row_titles(photos))

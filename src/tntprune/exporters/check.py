@@ -158,7 +158,7 @@ def _judge(
         least, agrees = LEVELS[dtype]
         rule = f"{dtype}: correlated by {least:g}"
         if photos and output == LOGITS:
-            rule += f", and the same first guess on {agrees:.0%}"
+            rule += f", and the same first guess on {100 * agrees:.0f} %"
     if not bool((found.isfinite() & right.isfinite()).all()):
         problem = f"some {output} values, of the file or of the model, are no numbers"
     elif dtype == "fp32":
@@ -174,7 +174,7 @@ def _judge(
     elif correlation.mean() < least:
         problem = f"{output} correlate by {correlation.mean():.3f}; expected at least {least} in {dtype}"
     elif photos and output == LOGITS and agreement < agrees:
-        problem = f"the first guess is the same on {agreement:.0%} of {n} photos; expected {agrees:.0%} in {dtype}"
+        problem = f"the first guess is the same on {100 * agreement:.0f} % of {n} photos; expected {100 * agrees:.0f} % in {dtype}"
     usual = relative[~far]
     return Check(
         images=n, photos=photos, output=output, rule=rule, exceptions=int(far.sum()), largest=difference.max().item(),
