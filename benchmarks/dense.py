@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from stamps import written
 from tntprune import Random, ToMe, features, load_, record, reduce_
 from tntprune.data import Photos, all_photos, collate, transform_for
 from tntprune.environment import stamp
@@ -95,6 +96,7 @@ def main(
     page = out.read_text()
     before, rest = page.split(START)
     write(out, (before + text + rest.split(END)[1]).encode())
+    written(out)
 
 
 if __name__ == "__main__":

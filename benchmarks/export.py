@@ -20,6 +20,7 @@ import torch
 import tyro
 from torch import nn
 
+from stamps import written
 from tntprune import TNT, load_, macs, reduce_
 from tntprune.bench.clock import in_turns
 from tntprune.data import labelled_photos
@@ -146,12 +147,14 @@ def main(
         page: The page to write.
     """
     torch.set_num_threads(threads)
-    written = f"Written by `python benchmarks/export.py` on {stamp()}."
+    told = f"Written by `python benchmarks/export.py` on {stamp()}."
     if only != "accuracy":
         times = [row for batch in batches for row in speed(batch, rounds, threads)]
-        fill(page, "speed", [written, "", *SPEED_HEAD, *times])
+        fill(page, "speed", [told, "", *SPEED_HEAD, *times])
     if only != "speed":
-        fill(page, "accuracy", [written, "", *ACCURACY_HEAD, *accuracy(data, reducer, photos, threads)])
+        fill(page, "accuracy", [told, "", *ACCURACY_HEAD, *accuracy(data, reducer, photos, threads)])
+    if only == "all":
+        written(page)
 
 
 def fill(page: Path, name: str, lines: list[str]) -> None:

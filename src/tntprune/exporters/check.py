@@ -174,7 +174,8 @@ def _judge(
     elif correlation.mean() < least:
         problem = f"{output} correlate by {correlation.mean():.3f}; expected at least {least} in {dtype}"
     elif photos and output == LOGITS and agreement < agrees:
-        problem = f"the first guess is the same on {100 * agreement:.0f} % of {n} photos; expected {100 * agrees:.0f} % in {dtype}"
+        guesses = f"the first guess is the same on {100 * agreement:.0f} % of {n} photos"
+        problem = f"{guesses}; expected {100 * agrees:.0f} % in {dtype}"
     usual = relative[~far]
     return Check(
         images=n, photos=photos, output=output, rule=rule, exceptions=int(far.sum()), largest=difference.max().item(),
