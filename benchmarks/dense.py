@@ -1,6 +1,6 @@
 """How near the filled grid of a pruned ViT-Tiny comes to the unpruned one's: docs/dense.md.
 
-python benchmarks/dense.py --weights FILE --data DIR --reducer runs/results/tnt
+python benchmarks/dense.py --weights FILE --data DIR
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from stamps import written
 from tntprune import Random, ToMe, features, load_, record, reduce_
 from tntprune.data import Photos, all_photos, collate, transform_for
 from tntprune.environment import stamp
@@ -61,14 +62,14 @@ def likeness(model: nn.Module, batches: Any) -> dict[str, float]:
 
 
 def main(
-    weights: Path, data: Path, reducer: Path | None = None, out: Path = Path("docs/dense.md"), limit: int = 325
+    weights: Path, data: Path, reducer: str = "pretrained", out: Path = Path("docs/dense.md"), limit: int = 325
 ) -> None:
     """Measure and write the table into the page.
 
     Args:
         weights: Of vit_tiny_patch16_224.
         data: A folder of photos.
-        reducer: A training of TNT; without it TNT has no rows.
+        reducer: A training of TNT, or "pretrained" for the scorers that come with the library.
         out: The page.
         limit: Photos to use at most.
     """
@@ -82,8 +83,6 @@ def main(
     for keep in (0.7, 0.5):
         for name in ("TNT", "random drop", "ToMe"):
             if name == "TNT":
-                if reducer is None:
-                    continue
                 load_(model, reducer, at=3, keep=keep)
             else:
                 reduce_(model, Random(at=3, keep=keep) if name == "random drop" else ToMe(at=3, keep=keep))
@@ -97,6 +96,7 @@ def main(
     page = out.read_text()
     before, rest = page.split(START)
     write(out, (before + text + rest.split(END)[1]).encode())
+    written(out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""How fast exported models are, and what they get right. Writes docs/export.md.
+"""How fast exported models are, and what they get right. Writes the tables of docs/export.md.
 
-python benchmarks/export.py --data ../shared/data --reducer runs/results/tnt
+python benchmarks/export.py --data ../shared/data
 
 Times are those of DeiT-S (distilled) with random weights, each setting in turns with all others. Accuracy is that of
-ViT-Tiny with its own weights; int8 is calibrated on calibration-1000, imagenet-val-1300 is only reported.
+ViT-Tiny with its own weights and the scorers that come with the library; int8 is calibrated on calibration-1000,
+imagenet-val-1300 is only reported. `--only accuracy` or `--only speed` leaves the other table as it is.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import timm
 import torch
 import tyro
 from torch import nn
 
+from stamps import written
 from tntprune import TNT, load_, macs, reduce_
 from tntprune.bench.clock import in_turns
 from tntprune.data import labelled_photos
@@ -36,6 +39,11 @@ SETTINGS = {  # runtime and precision: format, dtype
     "OpenVINO bf16": ("openvino", "bf16"),
     "OpenVINO int8": ("openvino", "int8"),
 }
+SPEED_HEAD = (
+    "| batch | runtime | model | median | p10 | p90 | times as fast | fewer MACs | demand |",
+    "|---:|---|---|---:|---:|---:|---:|---:|---|",
+)
+ACCURACY_HEAD = ("| model | runtime | top-1 | agreement |", "|---|---|---:|---:|")
 WANTED = 5.0  # times as fast as the eager unpruned model, OpenVINO int8 with half of the tokens
 
 
@@ -94,13 +102,13 @@ def guesses(run: Runner, parts: Callable[[], list[torch.Tensor]], batch: int) ->
     return torch.cat(found)
 
 
-def accuracy(data: Path, reducer: Path, photos: int, threads: int) -> list[str]:
+def accuracy(data: Path, reducer: str, photos: int, threads: int) -> list[str]:
     """Rows of the table of accuracy."""
     batch, rows = 4, []
     for kind in ("unpruned", "TNT, K = .5"):
         model = load_model(RIGHT, data / f"{RIGHT}.safetensors")
         if kind != "unpruned":
-            load_(model, reducer, at=3, keep=0.5, similar=25)
+            load_(model, reducer, at=3, keep=0.5)
         calibration = read(model, chosen(data / "calibration-1000", 128, 0)[0])
         found = labelled_photos(data / "imagenet-val-1300", model)
         found = found[:: max(1, len(found) // photos)] if photos else found
@@ -118,14 +126,15 @@ def accuracy(data: Path, reducer: Path, photos: int, threads: int) -> list[str]:
 
 def main(
     data: Path = Path("../shared/data"),
-    reducer: Path = Path("runs/results/tnt"),
+    reducer: str = "pretrained",
     batches: tuple[int, ...] = (1, 8),
     rounds: int = 30,
     threads: int = 2,
     photos: int = 0,
+    only: Literal["all", "speed", "accuracy"] = "all",
     page: Path = Path("docs/export.md"),
 ) -> None:
-    """Measure everything and write the page.
+    """Measure and write the tables into the page.
 
     Args:
         data: Folder with the weights of ViT-Tiny, calibration-1000 and imagenet-val-1300.
@@ -134,63 +143,25 @@ def main(
         rounds: Passes of each setting.
         threads: Of every runtime.
         photos: About how many photos accuracy is measured on; 0 for all.
+        only: Measure one of the tables.
         page: The page to write.
     """
     torch.set_num_threads(threads)
-    times = [row for batch in batches for row in speed(batch, rounds, threads)]
-    right = accuracy(data, reducer, photos, threads)
-    text = PAGE.format(
-        times="\n".join(times), right="\n".join(right), stamp=stamp(), threads=threads, rounds=rounds, model=FAST,
-        other=RIGHT,
-    )  # fmt: skip
-    write(page, text.encode())
+    told = f"Written by `python benchmarks/export.py` on {stamp()}."
+    if only != "accuracy":
+        times = [row for batch in batches for row in speed(batch, rounds, threads)]
+        fill(page, "speed", [told, "", *SPEED_HEAD, *times])
+    if only != "speed":
+        fill(page, "accuracy", [told, "", *ACCURACY_HEAD, *accuracy(data, reducer, photos, threads)])
+    if only == "all":
+        written(page)
 
 
-PAGE = """# Exported models
-
-`tntprune export` writes a model, pruned or not, for onnxruntime, OpenVINO or `torch.export`, and FILE.json beside it:
-preprocessing, names, precision, reduction, versions. What OpenVINO computes in is told when the file is loaded: that
-is `compile_with` in the JSON. Images and logits are fp32 in every file.
-
-| format | fp32 | fp16 | bf16 | int8 |
-|---|---|---|---|---|
-| `onnx` (.onnx) | yes | yes | no | no |
-| `openvino` (.xml and .bin) | yes | yes | yes | yes, with `--data` |
-| `pt2` (.pt2) | yes | yes | yes | no |
-
-Each method with fixed counts can be exported; `ats`, and `avit` without `at`, keep another number of tokens in each
-image and are refused. `--indices` adds the output `kept`: the places in the grid of the tokens left at the end, -1 for
-a token that has none. `--dynamic-batch` takes any number of images at a time.
-
-`--check` loads the file anew and compares it with the model. In fp32 the logits may differ by 0.001 of their spread and
-the same tokens have to be kept, in all images but one in fifty (at least one), where two scores may be nearly the same.
-In fp16, bf16 and int8 the logits have to correlate by 0.99, 0.98 and 0.9, and with `--data` the first guess has to be
-the same on 95, 90 and 75 % of the photos.
-
-OpenVINO's own converter reports to its makers that it was used, unless it is told not to (`opt_in_out --opt_out`).
-
-## Speed
-
-`{model}` with random weights, {threads} threads, half of the patch tokens kept at block 3 and 25 similar ones dropped;
-milliseconds a batch over {rounds} rounds in which all settings take turns. int8 is int8 where OpenVINO has it and bf16
-elsewhere. "Times as fast" is against the eager unpruned model in fp32; the ratio of the multiply-accumulates beside it
-is what pruning alone could give.
-
-Written by `python benchmarks/export.py` on {stamp}.
-
-| batch | runtime | model | median | p10 | p90 | times as fast | fewer MACs | demand |
-|---:|---|---|---:|---:|---:|---:|---:|---|
-{times}
-
-## Accuracy
-
-`{other}` with its own weights on the 1300 photos, int8 calibrated on 128 others. Agreement is with the same model in
-eager fp32, pruned or not: it says what the export costs, not what pruning costs.
-
-| model | runtime | top-1 | agreement |
-|---|---|---:|---:|
-{right}
-"""
+def fill(page: Path, name: str, lines: list[str]) -> None:
+    """Replace the lines of a page between its two marks of that name."""
+    start, end = f"<!-- {name}, written by benchmarks/export.py -->", f"<!-- end of {name} -->"
+    before, rest = page.read_text().split(start)
+    write(page, "\n".join([before + start, *lines, end + rest.split(end)[1]]).encode())
 
 
 if __name__ == "__main__":

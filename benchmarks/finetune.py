@@ -19,6 +19,7 @@ import torch
 import tyro
 from torch import nn
 
+from stamps import written
 from tntprune import TNT, load_, macs, reduce_
 from tntprune.config import to_dict
 from tntprune.data import labelled_photos
@@ -171,6 +172,7 @@ def main(
             f"calibration photos, judged by {len(bench.judge)} photos of `imagenet-val-1300`. {stamp()}."
         )
         write(doc, f"{before}{START}\n{words}\n\n{text}\n{END}{rest.split(END)[1]}".encode())
+        written(doc)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from time import perf_counter
 import tyro
 from tqdm import tqdm
 
+from stamps import written
 from tntprune import TNT, Random, ToMe
 from tntprune.bench.candidates import described
 from tntprune.bench.run import bench
@@ -100,6 +101,7 @@ def main(
         near=f"{sum(times)} of {len(times)} times and {sum(ratios)} of {len(ratios)} speed-ups",
     )  # fmt: skip
     write(page, (text.rstrip() + "\n").encode())
+    written(page)
 
 
 def _slower(counts: dict[int, int]) -> str:

@@ -18,6 +18,7 @@ import timm
 import torch
 import tyro
 
+from stamps import written
 from tntprune import TNT, reduce_
 from tntprune.augment import PRESETS, Augmentation
 from tntprune.batches import WHOLE, Pair, PhotoSource, Share, Source, TensorSource
@@ -121,6 +122,7 @@ def main(
         "steps": steps, "workers": usual, "processor": stamp().split(";")[0],
     }  # fmt: skip
     write(page, PAGE.format(**words).encode())
+    written(page)
 
 
 PAGE = """# Whether the loader keeps the model busy

@@ -10,6 +10,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from method_plans import SINGLE, efforts, variants
+from stamps import written
 from tntprune.storage import make_folder, write
 from tntprune.training import Training
 
@@ -183,3 +184,4 @@ def write_page(folder: Path, doc: Path) -> None:
         where = f"\n\n{'; '.join(sorted(stamps))}." if stamps and part != NOTHING else ""
         text = f"{before}<!-- {name} -->\n{part}{where}\n<!-- /{name} -->{after}"
     write(doc, text.encode())
+    written(doc)

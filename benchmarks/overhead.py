@@ -23,6 +23,7 @@ import tyro
 from torch import nn
 from tqdm import tqdm
 
+from stamps import written
 from tntprune import ATS, TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, ZeroTPrune, reduce_
 from tntprune.attention import Heads
 from tntprune.bench.clock import keep_memory
@@ -137,6 +138,7 @@ def main(batch: int = 8, rounds: int = 25, page: Path = Path("docs/overhead.md")
                 f"{found.slicing:+.1f} % | {found.milliseconds:.0f} |"
             )
     write(page, PAGE.format(rows="\n".join(lines), stamp=stamp(), batch=batch, rounds=rounds).encode())
+    written(page)
 
 
 PAGE = """# What a reduction itself costs

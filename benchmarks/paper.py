@@ -17,6 +17,7 @@ import skimage.data
 import tyro
 from PIL import Image
 
+from stamps import written
 from tntprune.paper import page
 from tntprune.paper.compare import Measured
 from tntprune.paper.figures import map_file
@@ -80,6 +81,7 @@ def main(
             write(docs / PICTURES / path.name, path.read_bytes())
     write(docs / PICTURES / RESULTS, lines(measured).encode())
     write(docs / "paper.md", text.encode())
+    written(docs / "paper.md")
 
 
 def command(options: Options) -> str:

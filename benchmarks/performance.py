@@ -25,6 +25,7 @@ from timm.models.deit import VisionTransformerDistilled
 from torch import nn
 from tqdm import tqdm
 
+from stamps import written
 from tntprune import TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, UserError, ZeroTPrune, reduce_
 from tntprune.backbones.base import find_backbone
 from tntprune.bench.backends import difference, first_run, prepared
@@ -234,6 +235,7 @@ def main(out: Path = Path("runs/performance"), rounds: int = 30, page: Path = Pa
     points = [Point(**point) for point in known["curve"]["points"]]
     plot(page.parent / "latency.png", rows, points, MODEL, known["speed"]["stamp"])
     write(page, PAGE.format(**told(known, rows)).encode())
+    written(page)
 
 
 def told(known: dict[str, Any], rows: list[Row]) -> dict[str, str]:

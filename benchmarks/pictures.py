@@ -1,6 +1,6 @@
 """The picture in the README: what TNT keeps of scikit-image's sample photos, which are in the public domain.
 
-python benchmarks/pictures.py --weights FILE --reducer runs/pretrained/shipped --out docs/kept.png
+python benchmarks/pictures.py --weights FILE
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tntprune.models import load_model
 PHOTOS = ("chelsea", "rocket")
 
 
-def main(reducer: Path, weights: Path, out: Path = Path("docs/kept.png"), keep: float = 0.25) -> None:
+def main(weights: Path, reducer: str = "pretrained", out: Path = Path("docs/kept.png"), keep: float = 0.25) -> None:
     """Draw each photo, and what is left of it after blocks 1 to 5, each on its own as in the paper's figures.
 
     Args:
-        reducer: A training of `tntprune train vit_tiny_patch16_224`.
-        weights: The model's weights.
+        weights: Of vit_tiny_patch16_224.
+        reducer: A training of TNT, or "pretrained" for the scorers that come with the library.
         out: The picture.
         keep: Share of the tokens that stays.
     """

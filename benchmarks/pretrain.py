@@ -19,6 +19,7 @@ import torch
 import tyro
 from PIL import Image, ImageDraw
 
+from stamps import written
 from tntprune import Random, load_, macs, reduce_
 from tntprune.data import labelled_photos
 from tntprune.environment import stamp
@@ -116,6 +117,7 @@ def main(out: Path, doc: Path = Path("docs/pretrain.md")) -> None:
         tnt = evaluate(model, held_out, batch_size=48, progress=False)
         rows.append((keep, cost.tokens[-1], cost.macs / 1e6, tnt.top1, random.top1))
     write(doc, page(first, second, third, lines(backbone), lines(vit16), whole, rows).encode())
+    written(doc)
     print(doc)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import tyro
 
+from stamps import written
 from tntprune import load_, reduce_, save
 from tntprune.card import curve_table
 from tntprune.checkpoint import FILE, made_by
@@ -75,6 +76,7 @@ def main(data: Path, out: Path, page: Path = Path("docs/pretrained.md")) -> None
         table=curve_table(curve), images=curve.images, tolerance=f"{TOLERANCE:.0%}", stamp=stamp(),
     )  # fmt: skip
     write(page, text.encode())
+    written(page)
 
 
 PAGE = """# Scorers that come with the library

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from stamps import written
 from tntprune import (
     ATS,
     TNT,
@@ -291,6 +292,7 @@ def main(
     for row in tqdm(plan, unit="row", desc="speed"):
         found[row.slug] |= remembered(out / f"{row.slug}-speed.json", row, bench.speed)
     write(page, text(plan, found, seconds).encode())
+    written(page)
 
 
 def line(row: Row, f: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from stamps import written
 from tntprune import UserError
 from tntprune.environment import stamp
 from tntprune.storage import read_weights, write
@@ -159,6 +160,7 @@ def main(out: Path, doc: Path = Path("docs/scale.md")) -> None:
         f"four times as many photos cost no process more than {GROWTH:.0f} MiB": max(ranks, readers) < GROWTH,
     }
     write(doc, page(found, judged, checks, len(log(out / "two")), len(log(out / "four times"))).encode())
+    written(doc)
     print(doc)
     if not all(checks.values()):
         raise UserError(f"not so: {', '.join(name for name, holds in checks.items() if not holds)}")

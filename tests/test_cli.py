@@ -632,3 +632,32 @@ def test_notes_are_lines_and_other_warnings_stay_what_they_are(monkeypatch, caps
         assert main(["eval", "model"]) == 0
     assert capsys.readouterr().err == "tntprune: note: other weights\n"
     assert [one.category for one in others] == [RuntimeWarning]
+
+
+@pytest.mark.parametrize("command", ["info", "macs"])
+def test_counting_commands_start_without_what_they_do_not_need(command):
+    """Half of their time went into torch's compiler, which timm and torchvision load to mark a few functions."""
+    code = (
+        "import sys; from tntprune.cli import run\n"
+        f"sys.argv = ['tntprune', {command!r}, 'vit_tiny_patch16_224']\n"
+        "try: run()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stderr.split())
+    assert "1.26 GMACs" in done.stdout and "timm" in loaded
+    spared = ("torch._dynamo.convert_frame", "sympy", "transformers", "matplotlib", "sklearn")
+    assert not loaded.intersection(spared)
+
+
+def test_what_needs_the_compiler_still_gets_it_after_a_lean_start():
+    code = (
+        "from tntprune.lean import start_lean; start_lean()\n"
+        "import timm, torch\n"
+        "assert torch._dynamo.config.recompile_limit > 0\n"
+        "import torch._dynamo.utils as utils\n"
+        "assert utils.is_compile_supported('cpu') in (True, False) and utils.counters is not None\n"
+        "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1)) == 2"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

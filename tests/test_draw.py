@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ from PIL import Image
 
 from conftest import make, photos_for
 from tntprune import TNT, Random, calibrate_, reduce_
-from tntprune.draw import COLOUR, ORIGINAL, VEIL, kept_maps, photo_maps, sheet, to_pixels, veiled
+from tntprune.cli import main
+from tntprune.draw import ORIGINAL, STRIPES, VEIL, kept_maps, photo_maps, row_titles, sheet, to_pixels, veiled
 from tntprune.reduce import reduction_of
 
 
@@ -19,16 +22,30 @@ def test_kept_tokens_stay_clear_dropped_ones_are_veiled_and_merged_ones_half():
     seen = veiled(pixels, carrier, (2, 3))
     assert seen.shape == pixels.shape and seen.dtype == np.uint8
     assert (seen[:2, :2] == 100).all() and (seen[2:, :4] == 100).all()
-    dropped, merged = ((100 * (1 - v) + COLOUR * v).round() for v in (VEIL, VEIL / 2))
-    assert (seen[:2, 2:4] == dropped).all() and (seen[2:, 4:] == dropped).all()
-    assert (seen[:2, 4:] == merged).all()
+    dropped, merged = ((100 * (1 - v) + STRIPES * v).round() for v in (VEIL, VEIL / 2))
+    for place, (light, dark) in ((seen[:2, 2:4], dropped), (seen[2:, 4:], dropped), (seen[:2, 4:], merged)):
+        assert (place[[0, 1], [0, 1]] == light).all() and (place[[0, 1], [1, 0]] == dark).all()
 
 
-@pytest.mark.parametrize("shade", [0, 128, 255])
-def test_a_dropped_token_looks_different_whatever_it_shows(shade):
-    pixels = np.full((2, 4, 3), shade, dtype=np.uint8)
-    seen = veiled(pixels, np.array([0, -1]), (1, 2)).astype(int)
-    assert abs(seen[0, 0] - seen[0, 3]).max() > 25
+@pytest.mark.parametrize("shade", range(0, 256, 15))
+@pytest.mark.parametrize("carrier", [-1, 0])
+def test_a_token_that_is_gone_looks_different_whatever_it_shows(shade, carrier):
+    """On white, on black and on any grey, dropped or merged, some of the patch differs from the photo."""
+    pixels = np.full((8, 16, 3), shade, dtype=np.uint8)
+    seen = veiled(pixels, np.array([0, carrier]), (1, 2)).astype(int)
+    assert (seen[:, :8] == shade).all()
+    assert np.abs(seen[:, 8:] - shade).max() > 25
+    assert np.ptp(seen[:, 8:, 0]) > 25  # and it has stripes, which a photo's plain wall has not
+
+
+def test_titles_of_rows_stay_different():
+    long = [Path(f"ILSVRC2012_val_000{number}_n01440764_of_a_long_name.JPEG") for number in (17, 23, 99)]
+    titles = row_titles(long)
+    assert len(set(titles)) == 3 and titles[0].startswith("…") and "17_n014" in titles[0] and max(map(len, titles)) < 27
+    assert row_titles([Path("a.png"), Path("b.png")]) == ["a", "b"]
+    assert row_titles([long[0]]) == ["ILSVRC2012_val_00017_n01…"]
+    ends = [Path("x" + "a" * 40 + end) for end in ("1", "2")] + [Path("y" * 40)]
+    assert len(set(row_titles(ends))) == 3
 
 
 def test_a_normalised_image_becomes_the_picture_it_was():
@@ -103,3 +120,12 @@ def test_a_map_has_the_grid_of_the_picture_and_not_the_models_own():
         same = (picture["after block 2"] == picture[ORIGINAL]).all(2)
         clear = same.reshape(6, 4, 12, 4).all((1, 3))
         assert clear.sum() == 36 and same.sum() == 36 * 16
+
+
+@pytest.mark.parametrize("name", ["$5", "a$b$c", "$\\frac$", os.fsdecode(b"\xffphoto"), "two\nlines"])
+def test_a_photo_may_have_any_name(name, tmp_path):
+    photo = tmp_path / f"{name}.png"
+    Image.effect_noise((32, 32), 90).convert("RGB").save(photo)
+    out = tmp_path / "sheet.png"
+    assert main(["show", "digits_vit", str(photo), "--method", "random", "--at", "1", "--out", str(out)]) == 0
+    assert Image.open(out).format == "PNG"

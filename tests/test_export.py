@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import timm
 import torch
+from PIL import Image
+from timm.models.vision_transformer import VisionTransformer
 
 import tntprune
-from conftest import make, photos_for
+from conftest import SMALL, make, photos_for
 from tntprune import ATS, TNT, AViT, Random, ToMe, TopK, reduce_, save
+from tntprune.classnames import name_classes
 from tntprune.cli import main
 from tntprune.digits_vit import digits_vit
 from tntprune.errors import UsageError, UserError
 from tntprune.exporters.check import _judge, check
 from tntprune.exporters.export import described, export, reopen
 from tntprune.exporters.graph import Answering
-from tntprune.exporters.samples import as_tensor
+from tntprune.exporters.pace import Pace
+from tntprune.exporters.samples import as_tensor, chosen, class_list
 
 SUFFIX = {"onnx": "onnx", "openvino": "xml", "pt2": "pt2"}
 
@@ -253,7 +262,7 @@ def test_logits_that_are_no_numbers_are_never_right():
     wrong, right = torch.full((4, 7), torch.nan), torch.randn(4, 7)
     for dtype in ("fp32", "fp16"):
         for found, expected in ((wrong, right), (right, wrong), (wrong, wrong)):
-            assert "no numbers" in (_judge(dtype, False, found, expected, [], []).problem or "")
+            assert "no numbers" in (_judge(dtype, False, found, expected, [], [], 1).problem or "")
 
 
 def test_what_int8_is_measured_on_is_whole_batches():
@@ -261,3 +270,138 @@ def test_what_int8_is_measured_on_is_whole_batches():
     assert torch.equal(as_tensor(model, images, 128, 3), images[:6])
     assert torch.equal(as_tensor(model, images.split(2), 5, 2), images[:4])
     assert torch.equal(as_tensor(model, images, 5, 1), images[:5])
+
+
+@pytest.mark.parametrize("to", ["onnx", "openvino", "pt2"])
+def test_an_embedder_names_its_output_by_what_it_is(to, tmp_path):
+    pytest.importorskip({"onnx": "onnxscript", "openvino": "openvino", "pt2": "torch"}[to])
+    model = reduce_(VisionTransformer(**{**SMALL, "num_classes": 0}).eval(), ToMe(at=2, r=4))
+    path = export(model, tmp_path / f"m.{SUFFIX[to]}", to).path
+    run, about = reopen(path)
+    assert (
+        about["outputs"] == [{"name": "embedding", "shape": [1, 32], "dtype": "float32"}] and about["classes"] is None
+    )
+    images = photos_for(model, 1)
+    torch.testing.assert_close(run(images)[0], model(images), atol=1e-5, rtol=1e-4)
+    told = check(model, path, photos_for(model, 4))
+    assert told.problem is None and told.agreement is None and "embeddings differ by at most" in str(told)
+    if to == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        assert [output.name for output in session.get_outputs()] == ["embedding"]
+    if to == "openvino":
+        import openvino
+
+        assert openvino.Core().read_model(str(path)).outputs[0].get_names() == {"embedding"}
+
+
+def test_the_names_of_the_classes_lie_beside_the_file(written, tmp_path):
+    assert written[1].about["classes"] is None  # seven classes that nobody named
+    model = make("plain")
+    name_classes(model, list("abcdefg"))
+    about = export(model, tmp_path / "m.pt2", "pt2").about
+    assert about["classes"] == list("abcdefg")
+    imagenet = class_list(timm.create_model("vit_tiny_patch16_224"))
+    assert len(imagenet) == 1000 and imagenet[0].startswith("n01440764 tench")
+    name_classes(model, ["a", "b"])  # of other weights
+    assert class_list(model) is None
+
+
+def judged(relative, reduced, correlation_kept=True):
+    """The verdict on an fp32 file of 60 images, in which as many differ by so much of their spread."""
+    right = torch.randn(60, 100, generator=torch.Generator().manual_seed(0))
+    found = right.clone()
+    for image, amount in enumerate(relative):
+        found[image, 3] += amount * right[image].std(correction=0)
+        if not correlation_kept:
+            found[image] = found[image].flip(0)
+    return _judge("fp32", True, found, right, [], [], 2 if reduced else 0)
+
+
+def test_the_rule_of_the_check_is_the_one_that_is_printed():
+    exact = judged([5e-4], reduced=False)
+    assert exact.problem is None and exact.exceptions == 0 and "rule: fp32: within 0.001 of the spread\n" in str(exact)
+    assert "in 1 of 60 images" in judged([0.019], reduced=False).problem  # nothing can go the other way
+    border = judged([0.019, 5e-4], reduced=True)
+    assert border.problem is None and border.exceptions == 1 and border.relative == pytest.approx(0.019, rel=1e-3)
+    assert border.usual == pytest.approx(5e-4, rel=0.01)
+    assert "except in 2 of 60 images" in str(border) and "exceptions: 1 of 60 images; the others" in str(border)
+    assert "in 3 of 60 images, 2 excepted" in judged([0.019] * 3, reduced=True).problem
+    assert "expected at least 0.9 of an exception" in judged([0.0], reduced=True, correlation_kept=False).problem
+
+
+def test_photos_for_calibration_and_check_are_never_the_same(tmp_path):
+    for number in range(112):
+        (tmp_path / f"{number}.png").touch()
+    checked, used = chosen(tmp_path, 64, 128)
+    assert (len(checked), len(used)) == (28, 84) and not set(checked) & set(used)
+    assert tuple(map(len, chosen(tmp_path, 8, 16))) == (8, 16) and tuple(map(len, chosen(tmp_path, 0, 500))) == (0, 112)
+    for photo in [*tmp_path.iterdir()][2:]:
+        photo.unlink()
+    checked, used = chosen(tmp_path, 64, 128)
+    assert len(checked) == len(used) == 1 and checked != used
+
+
+@pytest.mark.slow
+def test_int8_says_on_what_it_was_checked_and_how_fast_it_is(tmp_path, capfd):
+    pytest.importorskip("nncf")
+    for number in range(9):
+        Image.effect_noise((32, 32), 40 + number).save(tmp_path / f"{number}.png")
+    given = ["export", "digits_vit", "--to", "openvino", "--dtype", "int8", "--data", str(tmp_path), "--check"]
+    assert main([*given, "--out", str(tmp_path / "small.xml"), "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)["check"]
+    assert told["images"] == 2 and told["calibration_photos"] == 7 and told["held_out"] is True
+    assert told["pace"]["ms"] > 0 and told["pace"]["fp32_ms"] > 0
+
+
+def test_a_slower_file_is_said_to_be_slower():
+    slow, fast = Pace("int8", 12.0, 10.0, 0.83), Pace("int8", 5.0, 10.0, 2.0)
+    assert slow.slower and str(slow).endswith("0.83 times as fast. int8 is slower than fp32 here: use --dtype fp32")
+    assert not fast.slower and str(fast).endswith("2.00 times as fast")
+
+
+def test_a_name_that_is_not_utf8_is_refused_before_the_work(tmp_path):
+    refused(UserError, r"c\\xff\.pt2: not UTF-8", path=tmp_path / os.fsdecode(b"c\xff.pt2"), to="pt2")
+    folder = tmp_path / os.fsdecode(b"\xff")
+    refused(UserError, "not UTF-8, and the runtimes cannot open", path=folder / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_not_blamed_on_the_model(tmp_path, monkeypatch):
+    room = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
+    refused(
+        UserError,
+        "cannot be written .no space left: 0.3 MB needed, 0.0 MB free",
+        to="pt2",
+        path=tmp_path / "m.pt2",
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no such limits")
+def test_a_disk_that_fills_up_meanwhile_does_not_end_the_process(tmp_path):
+    code = (
+        "import resource, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from conftest import make; from tntprune import export, UserError\n"
+        "model = make('plain'); resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        "try: export(model, sys.argv[2], 'pt2')\n"
+        "except UserError as error: print(error)"
+    )
+    given = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path / "m.pt2")]
+    done = subprocess.run(given, capture_output=True, text=True, check=True)
+    assert "m.pt2: cannot be written (File too large)" in done.stdout and not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_one(tmp_path):
+    model, path = make("plain"), tmp_path / "m.pt2"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left, other = tmp_path / f".m.pt2.{gone.pid}.tmp", tmp_path / f".n.pt2.{gone.pid}.tmp"
+    running = tmp_path / f".m.pt2.{os.getppid()}.tmp"
+    for folder in (left, other, running):
+        folder.mkdir()
+        (folder / "m.pt2").touch()
+    export(model, path, "pt2")
+    assert {file.name for file in tmp_path.iterdir()} == {"m.pt2", "m.pt2.json", other.name, running.name}

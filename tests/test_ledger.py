@@ -205,3 +205,14 @@ def test_numbers_come_back_as_they_were(ledger):
     odd = replace(row(1), images_per_s=1 / 3, tokens=[196.0, 0.1 + 0.2], about={"seconds": 1e-9, "note": "naïve\r\n "})
     assert list(fill(ledger, odd).rows().values()) == [odd]
     assert Path(ledger.path).read_bytes().count(b"\n") == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no named pipes")
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    for use in (Ledger(path).rows, Ledger(path).prepare, lambda: Ledger(path).add(row(1))):
+        with pytest.raises(UserError, match="a pipe or device; expected a file for results"):
+            use()
+    with pytest.raises(UserError, match="a pipe or device"):
+        Ledger(Path("/dev/null")).add(row(1))

@@ -91,9 +91,9 @@ def test_speeds_of_two_machines_are_not_compared_without_a_word():
     from dataclasses import replace
 
     rows = sweep()[:5]
-    assert "Speeds come from" not in build(rows, "one")
+    assert "Speed-ups come from" not in build(rows, "one")
     rows[-1] = replace(rows[-1], about={"hardware": "another"})
-    assert "Speeds come from 2 machines (a &lt;processor&gt;; another)" in build(rows, "two")
+    assert "Speed-ups come from 2 machines (a &lt;processor&gt;; another)" in build(rows, "two")
 
 
 def test_an_unpruned_model_alone_is_a_page_too():
@@ -134,6 +134,7 @@ def test_a_speed_is_not_lost_to_the_same_row_without_one(tmp_path):
         ("".join(row.to_json() + "\n" for row in sweep()[1:]), [], 1, "no row of the unpruned vit_tiny"),
         ("x", ["--photos", "a.jpg"], 2, "need --photos, --model and --reducer"),
         ("".join(row.to_json() + "\n" for row in sweep()[:2]), ["--maps", "no.png"], 1, "no.png: cannot be read"),
+        ("".join(row.to_json() + "\n" for row in sweep()[:2]), ["--maps", "/dev/zero"], 1, "/dev/zero: not a file"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, capsys, lines, options, code, words):

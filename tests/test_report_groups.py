@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from made_rows import made, sweep
-from tntprune.config import TNT, Combination, Random, ToMe, to_dict
+from tntprune.config import TNT, Combination, EViT, Random, ToMe, to_dict
 from tntprune.errors import UserError
 from tntprune.report.groups import grouped, in_words, line_names, options_of
 
@@ -49,6 +49,17 @@ def test_rows_of_one_name_at_other_blocks_are_other_lines():
     lines = group.backbones[0].lines("single")
     assert list(lines) == ["TNT at 2", "TNT at 3"] and line_names([group]) == ["TNT at 2", "TNT at 3"]
     assert [[row.macs for row in line] for line in lines.values()] == [[9_000_000_000, 3_000_000_000]] * 2
+
+
+def test_a_method_in_other_blocks_than_its_papers_says_so():
+    def lines(*configs):
+        rows = [made(), *(made(config, "X", macs=0.5, scheme="single") for config in configs)]
+        return list(grouped(rows)[0].backbones[0].lines("single"))
+
+    assert lines(ToMe(at=3, keep=0.5)) == ["X, one block"] and lines(ToMe(at=(3, 4), r=8)) == ["X, 2 blocks"]
+    assert lines(ToMe(r=8)) == lines(EViT()) == lines(EViT(at=(4, 7, 10), keep=0.9)) == ["X"]
+    assert lines(EViT(at=3)) == ["X, one block"] and lines(Random(at=5)) == lines(TNT(at=(1, 2))) == ["X"]
+    assert lines(ToMe(r=8), ToMe(at=3, keep=0.5)) == ["X at its own blocks", "X at 3"]
 
 
 def test_lines_have_one_order_whatever_the_rows_have():

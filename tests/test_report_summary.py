@@ -71,8 +71,8 @@ def test_a_lead_beyond_noise_is_said_to_be_one():
     )  # fmt: skip
     assert high.startswith("At 45 % of the MACs or more: TNT is first at 2 of 2 costs, by 8.0 to 17.0 points")
     assert "(beyond noise)" in high and "Within noise of the first" not in high
-    assert "about 50 %, leaves 77.0 % with TNT, within noise of the unpruned model" in high
-    assert low.startswith("Below 45 % of the MACs: no two methods have about the same cost")
+    assert "costs, 50 %, leaves 77.0 % with TNT, within noise of the unpruned model" in high
+    assert low.startswith("Below 45 % of the MACs: no two methods have the same cost")
     assert "leaves 50.0 % with Top-K, 30.0 ± " in low and "below the unpruned model" in low
 
 

@@ -7,6 +7,7 @@ import os
 import pkgutil
 import random
 import shlex
+import shutil
 import signal
 import socket
 import weakref
@@ -624,6 +625,43 @@ def test_a_saved_reduction_is_varied_likewise(home):
         of_reducer(f"{folder} r=2", [], [])
     with pytest.raises(UserError, match="no such folder"):
         of_reducer(f"{folder}s", [], [])
+
+
+def test_overwritten_photos_are_measured_again(home, run, tmp_path):
+    """Same names, same folders, other pixels: the rows of the old photos say nothing about the new ones."""
+    photos = tmp_path / "photos"
+    shutil.copytree(home / "photos", photos)
+    (before,) = run([Job(MODEL, None)], data=photos)
+    assert same(run([Job(MODEL, None)], data=photos), [before])
+    paths = sorted(photos.rglob("*.png"))
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, [*contents[1:], contents[0]], strict=True):
+        path.write_bytes(content)
+    (after,) = run([Job(MODEL, None)], data=photos)
+    assert after.setting.data != before.setting.data and after.right != before.right
+    assert len(lines(tmp_path / "results.jsonl")) == 2
+    shutil.copytree(home / "photos", tmp_path / "copy")  # another place and another time: the same photos
+    assert run([Job(MODEL, None)], data=tmp_path / "copy")[0].setting == before.setting
+
+
+def test_shipped_scorers_have_the_name_they_have_everywhere(tmp_path, capsys):
+    photo = tmp_path / "photos" / WORDNET[0] / "a.png"
+    photo.parent.mkdir(parents=True)
+    Image.effect_noise((64, 64), 90).convert("RGB").save(photo)
+    given = ["sweep", "vit_tiny_patch16_224", "--data", photo.parents[1], "--out", tmp_path / "out.jsonl", "--dry-run"]
+    given += ["--json", "--reducers", "pretrained keep=0.4", "pretrained", "--at", "2", "--rates", "0.5"]
+    assert main([str(one) for one in given]) == 0
+    found = [one for one in json.loads(capsys.readouterr().out)["settings"] if one["config"]]
+    assert [(one["config"]["at"], one["config"]["keep"]) for one in found] == [([2], [0.4]), ([2], [0.5])]
+    assert all("--reducers 'pretrained " in one["command"] for one in found)
+    assert main([str(one) for one in [*given[:1], "vit_small_patch16_224", *given[2:]]]) == 1
+    assert "nothing is shipped for vit_small_patch16_224" in capsys.readouterr().err
+    (tmp_path / "random.safetensors").touch()
+    save_file(timm.create_model("vit_tiny_patch16_224").state_dict(), tmp_path / "random.safetensors")
+    job = Job("vit_tiny_patch16_224", TNT(at=2, keep=0.5), "pretrained")
+    files = {job.model: tmp_path / "random.safetensors"}
+    with pytest.raises(UserError, match=r"made for the pretrained weights of vit_tiny.*and these are others"):
+        sweep([job], photo.parents[1], tmp_path / "out.jsonl", weights=files, workers=0, progress=False, speed=False)
 
 
 @pytest.fixture

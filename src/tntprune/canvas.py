@@ -64,6 +64,13 @@ def blank(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def drawable(text: str) -> str:
+    """Text that matplotlib draws as it is: "$" starts no formula, and what is not UTF-8 or printable is escaped."""
+    readable = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in readable)
+    return escaped.replace("$", r"\$")
+
+
 def finished(figure: Any, form: Form) -> bytes:
     """The bytes of a figure's file; the same figure gives the same bytes."""
     import matplotlib

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from tntprune.backbones.base import find_backbone, tower_of
-from tntprune.canvas import blank, finished
+from tntprune.canvas import blank, drawable, finished
 from tntprune.data import input_mode, transform_for
 from tntprune.images import read_image
 from tntprune.reduce import device_of, inherit, reduce_, reduction_of
@@ -19,13 +20,14 @@ from tntprune.storage import make_folder, write
 from tntprune.trace import record
 
 Pixels = Any  # (H, W, 3) uint8 array
-VEIL = 0.82  # share of the veil over a dropped token
-COLOUR = np.array([204, 211, 223])  # of the veil: it shows on white as well as on black
+VEIL = 0.85  # share of the veil over a dropped token; half of it over a merged one
+STRIPES = np.array([[238, 241, 246], [118, 134, 168]])  # of the veil: one of them shows on white, on black, on any grey
 ORIGINAL = "original"
+LONGEST = 24  # characters of a row's title
 
 
 def veiled(pixels: Pixels, carrier: np.ndarray[Any, Any], grid: tuple[int, int]) -> Pixels:
-    """A picture with its dropped tokens under a veil; merged tokens under half of one.
+    """Draw a striped veil over dropped tokens, and half of one over tokens that were merged into others.
 
     Args:
         pixels: (H, W, 3), 0 to 255.
@@ -34,9 +36,12 @@ def veiled(pixels: Pixels, carrier: np.ndarray[Any, Any], grid: tuple[int, int])
     """
     own = np.arange(len(carrier))
     veil = np.where(carrier == own, 0.0, np.where(carrier < 0, VEIL, VEIL / 2)).reshape(grid)
-    tall, wide = -(-pixels.shape[0] // grid[0]), -(-pixels.shape[1] // grid[1])
-    veil = veil.repeat(tall, 0).repeat(wide, 1)[: pixels.shape[0], : pixels.shape[1], None]
-    return (pixels * (1 - veil) + COLOUR * veil).round().astype(np.uint8)
+    height, width = pixels.shape[:2]
+    tall, wide = -(-height // grid[0]), -(-width // grid[1])
+    veil = veil.repeat(tall, 0).repeat(wide, 1)[:height, :width, None]
+    stripe = max(1, min(tall, wide) // 4)  # pixels; the diagonals fit into a patch
+    colour = STRIPES[(np.add.outer(np.arange(height), np.arange(width)) // stripe) % 2]  # (H, W, 3)
+    return (pixels * (1 - veil) + colour * veil).round().astype(np.uint8)
 
 
 def to_pixels(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> Pixels:
@@ -110,11 +115,11 @@ def photo_maps(model: nn.Module, photos: Sequence[Path], each: bool = False) -> 
 
 
 def sheet(pictures: list[dict[str, Pixels]], titles: Sequence[str] | None = None) -> bytes:
-    """Pictures in a grid, one row an image and one column a caption, as a PNG."""
+    """Pictures in a grid, one row per image and one column per caption, with a legend of the veils, as a PNG."""
     captions = list(pictures[0])
     rows, columns = len(pictures), len(captions)
     tall = pictures[0][ORIGINAL].shape[0] / pictures[0][ORIGINAL].shape[1]
-    figure = blank(2.2 * columns, (2.2 * tall + 0.06) * rows + 0.3)
+    figure = blank(2.2 * columns, (2.2 * tall + 0.06) * rows + 0.6)
     axes = figure.subplots(rows, columns, squeeze=False)
     for row, picture in enumerate(pictures):
         for column, caption in enumerate(captions):
@@ -126,10 +131,46 @@ def sheet(pictures: list[dict[str, Pixels]], titles: Sequence[str] | None = None
             for edge in axis.spines.values():
                 edge.set_color("#cccccc")
             if row == 0:
-                axis.set_title(caption, fontsize=10)
+                axis.set_title(drawable(caption), fontsize=10)
             if column == 0 and titles is not None:
-                axis.set_ylabel(titles[row], fontsize=9)
+                axis.set_ylabel(drawable(titles[row]), fontsize=9)
+    _legend(figure)
     return finished(figure, "png")
+
+
+def _legend(figure: Any) -> None:
+    """Name the veils below the pictures: each as it looks on white."""
+    from matplotlib.patches import Patch
+
+    patches = []
+    for name, veil in (("kept", 0.0), ("merged into a kept token", VEIL / 2), ("dropped", VEIL)):
+        light, dark = (tuple((255 - veil * (255 - stripe)) / 255) for stripe in STRIPES)
+        patches.append(
+            Patch(facecolor=light, edgecolor=dark if veil else "#999999", hatch="////" * bool(veil), label=name)
+        )
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9)
+
+
+def row_titles(paths: Sequence[Path]) -> list[str]:
+    """Short titles for photos: their names, cut so that two different names stay different.
+
+    Names that are too long lose the beginning that all of them share.
+    """
+    names = [path.stem for path in paths]
+    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    shared = len(list(same)) if len(names) > 1 else 0
+    titles = [_cut(name, shared) for name in names]
+    if len(set(titles)) < len(set(names)):  # they differ further on
+        titles = [f"{number}: {title[: LONGEST - 4]}" for number, title in enumerate(titles, start=1)]
+    return titles
+
+
+def _cut(name: str, shared: int) -> str:
+    if len(name) <= LONGEST:
+        return name
+    begin = min(max(0, shared - 4), len(name) - LONGEST)  # a few letters of what is shared, for the eye
+    part = name[begin : begin + LONGEST]
+    return ("…" if begin else "") + part + ("…" if begin + LONGEST < len(name) else "")
 
 
 def write_picture(path: Path, data: bytes) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 import timm
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tntprune.backbones.vit16 import vit16
 from tntprune.classnames import name_classes, saved_names
 from tntprune.errors import UsageError, UserError
 from tntprune.storage import check_finite, check_fits, read_weights
 
+DRAWING = (torch.Tensor.uniform_, torch.Tensor.erfinv_, torch.Tensor.clamp_)  # and all of torch.nn.init
 ImgSize = tuple[int, int] | None  # rows and columns of pixels; None for the model's own
 
 
@@ -48,10 +50,18 @@ def shape_of(name: str, img_size: ImgSize = None, weights: Path | None = None) -
     """
     check_name(name)
     classes = None if weights is None else _classes_in(read_weights(weights))
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         model = _build(name, img_size, classes)
     _name(model, weights)
     return model
+
+
+class _Unfilled(TorchFunctionMode):
+    """Do not draw initial weights on the meta device: there are no values, and the first call loads sympy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawing = func in DRAWING or getattr(func, "__module__", "") == "torch.nn.init"
+        return (args or tuple((kwargs or {}).values()))[0] if drawing else func(*args, **(kwargs or {}))
 
 
 def random_model(name: str, device: str = "cpu", img_size: ImgSize = None, num_classes: int | None = None) -> nn.Module:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -17,7 +18,7 @@ class Setting:
         weights: SHA-256 of the file of weights, "hub" for timm's own, or "random".
         config: `to_dict` of the reduction's config; None for the unpruned model.
         reducer: SHA-256 of the saved reduction (and of the weights beside it), or None where nothing was learned.
-        data: SHA-256 of the photos' paths below their folder, in order, with their labels.
+        data: SHA-256 of the photos' paths below their folder, in order, with their labels and contents.
         images: How many photos that are.
         precision: "fp32", "bf16" or "fp16": of the forward pass; the last two under autocast, with the head in fp32.
         batch_size: Images at a time.
@@ -121,8 +122,90 @@ class Row:
         try:
             data = json.loads(line)
             known = {name: data[name] for name in cls.__dataclass_fields__}
-            setting = dict(known.pop("setting"))
-            setting["img_size"] = setting["img_size"] and tuple(setting["img_size"])
-            return cls(setting=Setting(**setting), **known)
-        except (TypeError, KeyError, AttributeError) as error:
+            found = cls(setting=Setting(**known.pop("setting")), **known)
+            _check(found)
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a row of results: {error}") from None
+        size = found.setting.img_size
+        return replace(found, setting=replace(found.setting, img_size=size and (size[0], size[1])))
+
+
+def _check(row: Row) -> None:
+    """Refuse a row with values that no measurement has.
+
+    Raises:
+        ValueError: naming the field, what it holds and what was expected.
+    """
+    setting = row.setting
+    expected: list[tuple[str, Any, Callable[[Any], bool], str]] = [
+        *((name, getattr(row, name), _text, "text") for name in ("name", "scheme", "command")),
+        *((name, getattr(setting, name), _text, "text") for name in ("model", "weights", "data", "precision")),
+        *((name, getattr(row, name), _count, "a whole number") for name in ("skipped", "right", "right5", "agreeing")),
+        *((name, getattr(row, name), _positive, "a whole number above 0") for name in ("images", "macs", "base_macs")),
+        *((name, getattr(setting, name), _positive, "a whole number above 0") for name in ("images", "batch_size")),
+        *(
+            (name, getattr(row, name), lambda value: value is None or _amount(value), "a number or null")
+            for name in ("images_per_s", "speedup", "peak_mib", "busy")
+        ),
+        ("reducer", setting.reducer, lambda value: value is None or _text(value), "text or null"),
+        ("tokens", row.tokens, lambda value: _list_of(value, _amount), "a list of numbers"),
+        ("img_size", setting.img_size, _size, "two whole numbers or null"),
+        ("config", setting.config, lambda value: value is None or _config(value), "a method's options or null"),
+        ("about", row.about, _about, "an object with text for hardware, versions and date"),
+    ]
+    for name, value, right, words in expected:
+        if not right(value):
+            raise ValueError(f"{name} is {_short(value)}; expected {words}")
+    for name in ("right", "right5", "agreeing"):
+        if getattr(row, name) > row.images:
+            raise ValueError(f"{name} is {getattr(row, name)} of {row.images} images; expected at most that many")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _positive(value: Any) -> bool:
+    return _count(value) and value > 0
+
+
+def _amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _list_of(value: Any, right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(right, value))
+
+
+def _size(value: Any) -> bool:
+    return value is None or (_list_of(value, _positive) and len(value) == 2)
+
+
+def _config(value: Any) -> bool:
+    """Whether a report can read it; the options of methods that it does not know are none of its business."""
+    if not isinstance(value, dict) or not isinstance(value.get("method", ""), str):
+        return False
+    at, parts = value.get("at"), value.get("parts", [])
+    return (at is None or _count(at) or _list_of(at, _count)) and _list_of(parts, _config)
+
+
+def _about(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    words = all(isinstance(value.get(name, ""), str) for name in ("hardware", "date"))
+    versions, seconds = value.get("versions", ""), value.get("seconds", 0)
+    return (
+        words
+        and isinstance(versions, str | dict)
+        and _amount(seconds)
+        and ("speed" not in value or _about(value["speed"]))
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import pickle
@@ -143,6 +144,32 @@ def sync_folder(folder: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def forget_leftovers(path: Path) -> None:
+    """Remove temporary files and folders that killed processes left beside a file of ours.
+
+    Their names hold the process's number; those of processes that still run stay.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        number = left.name.removesuffix(".tmp").rpartition(".")[2]
+        if number.isdecimal() and not _runs(int(number)):
+            shutil.rmtree(left, ignore_errors=True)  # a folder
+            with suppress(OSError):
+                left.unlink(missing_ok=True)
+
+
+def _runs(process: int) -> bool:
+    """Return whether a process of that number exists; True where the system cannot tell."""
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 def packed(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:

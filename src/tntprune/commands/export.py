@@ -39,7 +39,7 @@ def export(
     data: Annotated[
         Path | None,
         tyro.conf.arg(
-            metavar="DIR", help="photos to measure int8's ranges on, and others to check with", help_behavior_hint=""
+            metavar="DIR", help="photos to calibrate int8 on, and others to check with", help_behavior_hint=""
         ),
     ] = None,
     calibration_size: Annotated[
@@ -56,6 +56,7 @@ def export(
     from tntprune.exporters.check import check as compare
     from tntprune.exporters.export import export as write
     from tntprune.exporters.export import files
+    from tntprune.exporters.pace import against_fp32
     from tntprune.exporters.samples import chosen, read
     from tntprune.storage import check_output
 
@@ -66,10 +67,9 @@ def export(
     built = apply(load(model, weights, "cpu", img_size), method, reducer, reduction, then)
     checked: list[Photo] = []
     used: list[Photo] = []
-    short = False
     if data is not None:
         wanted = calibration_size if dtype == "int8" else 0
-        checked, used, short = chosen(data, check_size if check else 0, wanted)
+        checked, used = chosen(data, check_size if check else 0, wanted)
     written = write(
         built, out, to, dtype, dynamic_batch=dynamic_batch, indices=indices, batch_size=batch_size,
         calibration=read(built, used) if used else None, calibration_size=calibration_size,
@@ -87,10 +87,18 @@ def export(
         found = compare(built, out, read(built, checked) if checked else None, check_size)
         if found.problem:
             raise UserError(f"{out}: written, but not what the model says: {found.problem}")
-        told["check"] = found.to_dict() | {"calibrated_on": short and bool(used)}
+        told["check"] = found.to_dict()
         text += f"\n{found}"
-        if short and used:
-            text += f"\n{data} has too few photos: some of those compared have also been measured for int8"
+        if used:
+            apart = not set(checked) & set(used)
+            told["check"] |= {"calibration_photos": len(used), "held_out": apart}
+            whose = "other photos" if apart else "photo, the one checked,"
+            text += f"\nint8 was calibrated on {len(used)} {whose} of {data}; "
+            text += "if the model was trained on them too, it agrees less on new photos"
+        if dtype != "fp32":
+            pace = against_fp32(built, out, written.about)
+            told["check"]["pace"] = pace._asdict()
+            text += f"\n{pace}"
     tell(json, told, text)
     return 0
 

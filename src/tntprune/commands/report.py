@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 BLOCKS = (1, 2, 3, 4, 5)  # of the paper's token maps
 KEEP = 0.5
+LARGEST = 100_000_000  # bytes of a picture of token maps
 
 
 def report(
@@ -103,7 +104,12 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _bytes(path: Path) -> bytes:
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: not a file; expected a picture")
     try:
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise UserError(f"{path}: {size / 1e6:.0f} MB; expected a picture of at most {LARGEST / 1e6:.0f}")
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a picture") from None
@@ -112,7 +118,7 @@ def _bytes(path: Path) -> bytes:
 def _maps(model: str, weights: Path | None, reducer: str, photos: tuple[Path, ...], device: str) -> tuple[str, bytes]:
     """The paper's figure of token maps: its caption and a PNG."""
     from tntprune.checkpoint import load_, read
-    from tntprune.draw import photo_maps, sheet
+    from tntprune.draw import photo_maps, row_titles, sheet
     from tntprune.reduce import blocks_of
 
     host = load(model, weights, device)
@@ -121,7 +127,7 @@ def _maps(model: str, weights: Path | None, reducer: str, photos: tuple[Path, ..
     built = load_(host, reducer, at=blocks, keep=KEEP)
     maps = photo_maps(built, photos, each=True)
     caption = (
-        f"{model} with {reducer}: what stays (clear) and what is dropped (veiled) of each photo where half of the "
-        "tokens go after one block; each column is a block on its own."
+        f"{model} with {reducer}: kept tokens are clear, merged ones under faint stripes and dropped ones under strong "
+        "ones, where half of the tokens go after one block; each column is a block on its own."
     )
-    return caption, sheet(maps, [path.stem[:24] for path in photos])
+    return caption, sheet(maps, row_titles(photos))

@@ -28,9 +28,10 @@ def show(
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
-    """A sheet: each photo, and for each pruning block the kept tokens in clear and the dropped ones veiled.
+    """A sheet: each photo, and for each pruning block its kept tokens in clear and the dropped ones under stripes.
 
-    Tokens that were merged into another one are half veiled. A fused or representative token has no place to show.
+    Tokens that were merged into another one are under faint stripes. A fused or representative token has no place to
+    show.
 
     Photos are turned upright as their EXIF orientation says, and cropped as the model sees them.
 
@@ -40,7 +41,7 @@ def show(
     import torch
 
     from tntprune.checkpoint import files_of
-    from tntprune.draw import photo_maps, sheet, write_picture
+    from tntprune.draw import photo_maps, row_titles, sheet, write_picture
     from tntprune.reduce import is_reduced
     from tntprune.storage import check_output
 
@@ -56,7 +57,7 @@ def show(
     if not is_reduced(built):
         raise UserError(f"{model} is not reduced")
     maps = photo_maps(built, photos, each)
-    write_picture(out, sheet(maps, [path.stem[:24] for path in photos]))
+    write_picture(out, sheet(maps, row_titles(photos)))
     tell(
         json,
         {"picture": str(out), "photos": len(photos), "columns": list(maps[0])},

@@ -40,7 +40,8 @@ def sweep(
         tuple[str, ...],
         tyro.conf.arg(
             metavar="RUN...",
-            help='folders made by train, with options to change: runs/tnt "runs/tnt similar=40" MODEL=runs/other',
+            help='folders made by train, or pretrained, with options to change: runs/tnt "runs/tnt similar=40" '
+            "MODEL=runs/other",
             help_behavior_hint="",
         ),
     ] = (),
@@ -114,7 +115,7 @@ def sweep(
     files = {name: Path(file) for name, file in by_model(weights, models, "file")}
     check_output(out, [data, *files.values()])
     made = plan(
-        _jobs(models, methods, reducers, at, rates), data, weights=files, batch_size=batch_size,
+        _jobs(models, methods, reducers, at, rates, img_size), data, weights=files, batch_size=batch_size,
         precision=precision, limit=limit, img_size=img_size, random_weights=random_weights,
     )  # fmt: skip
     if dry_run:
@@ -135,14 +136,17 @@ def sweep(
 
 
 def _jobs(
-    models: Sequence[str], methods: Sequence[str], reducers: Sequence[str], at: Sequence[str], rates: Sequence[str]
-) -> list[Job]:
+    models: Sequence[str], methods: Sequence[str], reducers: Sequence[str], at: Sequence[str], rates: Sequence[str],
+    img_size: tuple[int, int] | None,
+) -> list[Job]:  # fmt: skip
     """Every model with every method, at every location and rate."""
+    from tntprune.models import shape_of
     from tntprune.sweep import Job
     from tntprune.sweep.grid import by_model, of_methods, of_reducer
 
     configs = [config for text in methods for config in of_methods(text, at, rates)]
-    saved = [(name, *of_reducer(text, at, rates)) for name, text in by_model(reducers, models, "run")]
+    shapes = {name: shape_of(name, img_size) for name in models} if reducers else {}
+    saved = [(name, *of_reducer(text, at, rates, shapes[name])) for name, text in by_model(reducers, models, "run")]
     if (at or rates) and not (methods or reducers):
         raise UsageError("--at and --rates were given without --methods or --reducers; expected one of them")
     found = []

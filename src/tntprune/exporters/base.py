@@ -22,9 +22,11 @@ from tntprune.errors import UsageError, UserError
 
 DType = Literal["fp32", "fp16", "bf16", "int8"]
 FORMATS = ("onnx", "openvino", "pt2")  # the files of this folder, and the names of the formats
-INPUT, LOGITS, KEPT = "images", "logits", "kept"  # how the file's input and outputs are called
+INPUT, LOGITS, EMBEDDING, KEPT = "images", "logits", "embedding", "kept"  # names of a file's input and outputs
 
-Runner = Callable[[torch.Tensor], list[torch.Tensor]]  # images to logits and, if the file has them, kept places
+Runner = Callable[
+    [torch.Tensor], list[torch.Tensor]
+]  # images to logits (or the embedding) and, if the file has them, kept places
 
 
 @dataclass(frozen=True)

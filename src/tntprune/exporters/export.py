@@ -19,10 +19,10 @@ from tntprune.backbones.reduced import Reduced
 from tntprune.config import to_dict
 from tntprune.counting import macs
 from tntprune.errors import UsageError, UserError
-from tntprune.exporters.base import INPUT, LOGITS, DType, Format, Job, Runner, find_format, first_line
+from tntprune.exporters.base import INPUT, KEPT, DType, Format, Job, Runner, find_format, first_line
 from tntprune.exporters.graph import capture, exportable
-from tntprune.exporters.samples import as_tensor, preprocessing
-from tntprune.storage import check_output, find_target, make_folder, put, write
+from tntprune.exporters.samples import as_tensor, class_list, preprocessing
+from tntprune.storage import check_output, find_target, forget_leftovers, make_folder, put, write
 from tntprune.training import check_whole
 
 
@@ -56,7 +56,8 @@ def export(
 ) -> Exported:
     """Write a model as a file for another runtime: input `images`, outputs `logits` and, if asked for, `kept`.
 
-    Beside it goes FILE.json: preprocessing, reduction, multiply-accumulates, names, versions. Everything is written
+    A model without classes has the output `embedding` instead of `logits`. Beside the file goes FILE.json:
+    preprocessing, class names, reduction, multiply-accumulates, versions. Everything is written
     whole or not at all.
 
     Args:
@@ -82,6 +83,7 @@ def export(
     form, path = find_format(to), Path(path)
     if path.suffix != form.suffix:
         raise UsageError(f"{path}: expected a file that ends in {form.suffix}, as {to} has it")
+    check_utf8(path)
     form.check(dtype)
     check_whole("batch_size", batch_size, 1)
     check_whole("calibration_size", calibration_size, 1)
@@ -98,14 +100,19 @@ def export(
     about = _about(model, form, dtype, batch, program, outputs, 0 if images is None else len(images))
     about |= {"file": path.name, **(note or {})}
     make_folder(path.parent)
+    forget_leftovers(path)
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     make_folder(folder)
     try:
+        if told := _lacking(path, program, dtype):
+            raise UserError(f"{path}: cannot be written ({told})")
         try:
             form.write(Job(program, folder / path.name, dtype, batch, outputs, images))
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror or first_line(error)})") from None
-        except Exception as error:  # the exporters raise a dozen kinds
+        except Exception as error:  # the exporters raise a dozen kinds, and not all name a full disk
+            if told := _lacking(path, program, dtype):
+                raise UserError(f"{path}: cannot be written ({told})") from None
             raise UserError(f"{path}: {to} cannot hold this model ({first_line(error)})") from None
         write(folder / described(path).name, (json.dumps(about, indent=2, default=str) + "\n").encode())
         return Exported(path, _settle(folder, path), about)
@@ -114,8 +121,29 @@ def export(
 
 
 def files(path: Path, to: str) -> list[Path]:
-    """The files that an export writes."""
+    """Return the files that an export writes."""
     return [path, *([path.with_suffix(".bin")] if to == "openvino" else []), described(path)]
+
+
+def check_utf8(path: Path) -> None:
+    """Refuse a name that the runtimes cannot open.
+
+    Raises:
+        UserError: the path is not UTF-8.
+    """
+    try:
+        os.fsencode(path.absolute()).decode("utf-8")
+    except UnicodeDecodeError:
+        shown = os.fsencode(path).decode("utf-8", "backslashreplace")
+        raise UserError(f"{shown}: not UTF-8, and the runtimes cannot open such names; expected another name") from None
+
+
+def _lacking(path: Path, program: torch.export.ExportedProgram, dtype: DType) -> str | None:
+    """Say how much room the disk lacks for a file; None if it has enough for the weights."""
+    whole = sum(value.nbytes for value in program.state_dict.values())
+    need = whole // {"fp32": 1, "int8": 4}.get(dtype, 2)  # at least: some formats convert before, some while they write
+    free = shutil.disk_usage(path.parent).free
+    return None if free >= need else f"no space left: {need / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free"
 
 
 def described(path: Path) -> Path:
@@ -162,7 +190,7 @@ def _about(
     told = []
     for name, node in zip(outputs, results, strict=True):
         rest = [int(size) for size in node.meta["val"].shape[1:]]
-        told.append({"name": name, "shape": [shape[0], *rest], "dtype": "float32" if name == LOGITS else "int64"})
+        told.append({"name": name, "shape": [shape[0], *rest], "dtype": "int64" if name == KEPT else "float32"})
     return {
         "tntprune": tntprune.__version__,
         "format": form.name,
@@ -172,6 +200,7 @@ def _about(
         "outputs": told,
         "batch": "dynamic" if batch is None else batch,
         "preprocessing": preprocessing(model),
+        "classes": class_list(model),
         "reduction": to_dict(tower.reduction.config) if isinstance(tower, Reduced) else None,
         "macs": macs(model).macs,
         "calibration_images": used,

@@ -10,7 +10,7 @@ from torch import nn
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.reduced import Reduced
 from tntprune.errors import UserError
-from tntprune.exporters.base import INPUT, KEPT, LOGITS, first_line, quiet
+from tntprune.exporters.base import EMBEDDING, INPUT, KEPT, LOGITS, first_line, quiet
 
 
 class Answering(nn.Module):
@@ -35,8 +35,9 @@ class Answering(nn.Module):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Their names."""
-        return (LOGITS, KEPT) if self.indices else (LOGITS,)
+        """Their names: a model without classes gives an embedding."""
+        first = LOGITS if self.backbone.classes(self.model) else EMBEDDING
+        return (first, KEPT) if self.indices else (first,)
 
 
 def exportable(model: nn.Module) -> None:

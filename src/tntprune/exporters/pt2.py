@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,8 +20,10 @@ class Pt2(Format):
     refused: ClassVar = {"int8": "torch.export packages hold floating-point weights; expected openvino with int8"}
 
     def write(self, job: Job) -> None:
+        packed = io.BytesIO()  # torch's own writer ends the process when the disk is full
         with quiet():
-            torch.export.save(job.program, job.file)
+            torch.export.save(job.program, packed)
+        job.file.write_bytes(packed.getbuffer())
 
     def open(self, file: Path, dtype: DType, threads: int | None = None) -> Runner:
         with quiet():

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data import infer_imagenet_subset, resolve_model_data_config
+from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
 from torch import nn
 
 from tntprune.backbones.base import find_backbone
 from tntprune.batches import LoaderSource
+from tntprune.classnames import class_names
 from tntprune.data import Photo, Photos, all_photos, input_mode, transform_for
 from tntprune.errors import UserError
 
@@ -38,18 +39,40 @@ def preprocessing(model: Any) -> dict[str, Any]:
     }
 
 
-def chosen(folder: Path, first: int, second: int) -> tuple[list[Photo], list[Photo], bool]:
-    """Two lists of photos from all over a folder, the same ones every time.
+def class_list(model: Any) -> list[str] | None:
+    """The names of a model's classes in the order of its logits; None where it has no classes or nobody named them."""
+    count = find_backbone(model).classes(model)
+    names = class_names(model)
+    if not names and hasattr(model, "from_pretrained"):
+        known = getattr(model.config, "id2label", None) or {}
+        names = [str(known[number]) for number in sorted(known)]
+        names = [] if all(name == f"LABEL_{number}" for number, name in enumerate(names)) else names
+    if not names and (subset := infer_imagenet_subset(model)):
+        told = ImageNetInfo(subset)
+        names = [f"{name} {told.label_name_to_description(name)}" for name in told.label_names()]
+    return names if count and len(names) == count else None
+
+
+def chosen(folder: Path, first: int, second: int) -> tuple[list[Photo], list[Photo]]:
+    """Choose photos from all over a folder for two uses, the same ones every time.
+
+    Args:
+        folder: With photos at any depth.
+        first: How many for the first use.
+        second: How many for the second use.
 
     Returns:
-        `first` photos, `second` others, and whether there were too few for the two to differ.
+        The photos of each use. None has both uses: where there are too few, the first use gets a quarter of them, and
+        at least one. The second use gets at least one photo, even if that is the only one, which then has both.
     """
     photos = all_photos(folder)
     order = torch.randperm(len(photos), generator=torch.Generator().manual_seed(0)).tolist()
-    short = len(photos) < first + second
+    if second and len(photos) < first + second:
+        first = min(first, max(1, len(photos) // 4))
+        second = min(second, max(1, len(photos) - first))
     one = order[:first]
     other = order[-second:] if second else []
-    return [photos[i] for i in one], [photos[i] for i in other], short
+    return [photos[i] for i in one], [photos[i] for i in other]
 
 
 def read(model: nn.Module, photos: list[Photo]) -> torch.Tensor:

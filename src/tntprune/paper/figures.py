@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tntprune.canvas import looks
+from tntprune.canvas import Look, looks
 from tntprune.config import to_dict
 from tntprune.paper.compare import Measured, backbones_of
 from tntprune.paper.names import METHODS
@@ -13,6 +13,7 @@ from tntprune.paper.plan import TokenMap
 from tntprune.paper.settings import Published, published
 from tntprune.paper.tables import SCHEMES, SHORT
 from tntprune.report.figures import curves
+from tntprune.report.groups import grouped
 from tntprune.results import Row, Setting
 
 COLUMNS = 3  # backbones in one figure
@@ -22,7 +23,15 @@ def figures(measured: Sequence[Measured]) -> Iterator[tuple[str, bytes]]:
     """The paper's plots: our rows, and what the authors reported, each a file name and a PNG."""
     for scheme in SCHEMES:
         for name, rows in _drawn(measured, scheme):
-            yield name, curves(rows, scheme, "png", looks(METHODS.values()))
+            yield name, curves(rows, scheme, "png", _styles(rows, scheme))
+
+
+def _styles(rows: Sequence[Row], scheme: str) -> dict[str, Look]:
+    """The look of each line: that of its method in every figure, though a label may say "EViT, one block"."""
+    lines = [backbone.lines(scheme) for group in grouped(rows) for backbone in group.backbones]
+    names = {label: line[0].name for own in lines for label, line in own.items()}
+    known = looks(METHODS.values())
+    return {label: look for method, look in known.items() for label, name in names.items() if name == method}
 
 
 def map_file(one: TokenMap) -> str:
@@ -81,11 +90,12 @@ def _as_row(one: Published, base: Published) -> Row:
     config = None if one.config is None else to_dict(one.config)
     label = f"{SHORT[base.row['backbone']]}, as published"
     images = 50_000
+    speedup = one.images_per_s and base.images_per_s and one.images_per_s / base.images_per_s
     return Row(
         setting=Setting(label, "", config, None, "published", images),
         name=METHODS.get(one.row["method"], "unpruned"), scheme=one.row["scheme"] or "unpruned", images=images,
         skipped=0, right=round(one.top1 * images / 100), right5=0, agreeing=0, macs=round(one.gmacs * 1e9),
-        base_macs=round(base.gmacs * 1e9), tokens=[], images_per_s=one.images_per_s,
+        base_macs=round(base.gmacs * 1e9), tokens=[], images_per_s=one.images_per_s, speedup=speedup,
     )  # fmt: skip
 
 
@@ -95,7 +105,7 @@ def pictures(measured: Sequence[Measured], folder: str) -> str:
     for scheme, words in SCHEMES.items():
         for name, _ in _drawn(measured, scheme):
             whose = "as the authors reported it" if name.endswith("-paper.png") else "measured"
-            caption = f"Top-1 over multiply-accumulates and over images/s, {words}, {whose}"
+            caption = f"Top-1 over multiply-accumulates and over speed-up, {words}, {whose}"
             found.append(picture(f"{caption}.", folder + name))
     return "\n\n".join(found)
 

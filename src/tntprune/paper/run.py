@@ -10,7 +10,7 @@ from typing import Literal
 
 from tntprune.checkpoint import load_
 from tntprune.console import load
-from tntprune.draw import photo_maps, sheet, write_picture
+from tntprune.draw import photo_maps, row_titles, sheet, write_picture
 from tntprune.errors import UsageError, UserError
 from tntprune.models import shape_of
 from tntprune.paper import figures, page
@@ -164,7 +164,7 @@ def draw_maps(maps: Sequence[TokenMap], options: Options, trainings: Path, devic
         config = one.config
         changes = {name: getattr(config, name) for name in ("at", "keep", "similar")}
         load_(model, folder(trainings, one.backbone, one.training), **changes)
-        picture = sheet(photo_maps(model, photos, each=True), [photo.stem[:24] for photo in photos])
+        picture = sheet(photo_maps(model, photos, each=True), row_titles(photos))
         write_picture(options.out / figures.map_file(one), picture)
         found.append((figures.map_caption(one), picture))
     return found

@@ -55,6 +55,7 @@ def build(
         sections.append(("Token maps", "".join(_map(caption, data) for caption, data in maps)))
     sections.append(("How this was measured", measured(rows, groups)))
     made = page(title, lead, sections, f"{len(rows)} rows; page made by tntprune {__version__}, {date.today()}.")
+    made = made.encode("utf-8", "backslashreplace").decode()  # a file name need not be UTF-8
     if len(made.encode()) > LARGEST:
         raise UserError(
             f"the page would have {len(made.encode()) / 1e6:.1f} MB; expected at most {LARGEST / 1e6:.0f}: "
@@ -91,9 +92,9 @@ def _sections(group: Group, styles: dict[str, Look], on: str) -> list[tuple[str,
                 note = f'<p class="note">In all rows of a method: {escape(same)}.</p>' if same else ""
                 listed += heading + note + tables.every_row(backbone, scheme).html()
     compared_words = (
-        "Top-1 in percent of each method's best setting at about the same share of the unpruned model's "
-        "multiply-accumulates (its own share in brackets, in percent). The star marks the highest of each column; it "
-        "can be a tie with others, see the summary."
+        "Top-1 in percent at equal shares of the unpruned model's multiply-accumulates. In brackets is the share of "
+        "the setting that was measured; ≈ is interpolated between a method's two settings around that share. The star "
+        "marks the highest accuracy at the column's share; it can be a tie with others, see the summary."
     )
     listed_words = (
         "The drop is in points of top-1 against the unpruned model; agreement is the share of images on which the "
@@ -126,12 +127,12 @@ def _caption(backbones: Sequence[Backbone], scheme: str) -> str:
     counted = sorted({row.images for row in own})
     images = f"{counted[0]:,}" if len(counted) == 1 else f"{counted[0]:,} to {counted[-1]:,}"
     machines = sorted({row.timed_on for row in own if row.timed_on})
-    mixed = f" Speeds come from {len(machines)} machines ({'; '.join(machines)}) and differ for that reason too."
+    mixed = f" Speed-ups come from {len(machines)} machines ({'; '.join(machines)}) and differ for that reason too."
     columns, models = (", one column a backbone", "models") if len(backbones) > 1 else ("", "model")
     return (
-        f"Top-1 accuracy on {images} images against multiply-accumulates of one image (top) and images per second "
-        f"(bottom), tokens removed at {SCHEMES[scheme]}{columns}. The dashed line and the star are the unpruned "
-        f"{models}. Better is up and to the left on top, up and to the right below. "
+        f"Top-1 accuracy on {images} images against multiply-accumulates of one image (top) and speed-up over the "
+        f"unpruned model, timed in turns with it (bottom), tokens removed at {SCHEMES[scheme]}{columns}. The dashed "
+        f"line and the star are the unpruned {models}. Better is up and to the left on top, up and to the right below. "
         f"One standard error of a point is at most {error:.1f}." + (mixed if len(machines) > 1 else "")
     )
 

@@ -13,9 +13,9 @@ from tntprune.report.tables import BUSY, Table, commands
 from tntprune.results import Row
 
 SPEED = (
-    "Speed is that of the forward pass alone, without reading or moving images: images/s is the median over the "
-    "batches, speed-up the median of each batch's ratio to the unpruned model, which takes turns with the pruned one. "
-    "Memory is what a pass needs beside weights and images."
+    "Speed is that of the forward pass alone, without reading or moving images. Speed-up is the median over the rounds "
+    "of the ratio to the unpruned model, which takes turns with the pruned one; images/s of different runs are not "
+    "compared, because the machine differs from run to run. Memory is what a pass needs beside weights and images."
 )
 MOST = 8  # different values of a fact that are shown
 
@@ -35,6 +35,8 @@ def measured(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     seconds = [row.about["seconds"] for row in rows if isinstance(row.about.get("seconds"), int | float)]
     if seconds:
         facts.append(("Time", f"{sum(seconds) / 60:,.1f} minutes for {len(seconds)} rows"))
+    if bases := [backbone for group in groups for backbone in group.backbones if backbone.base.images_per_s]:
+        facts.append(("Unpruned", "; ".join(f"{one.label} {one.base.images_per_s:,.1f} images/s" for one in bases)))
     facts.append(("Other programs", _busy(rows)))
     listed = Table([], [list(fact) for fact in facts], words=[1]).html()
     again = commands(rows).html()

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tntprune.canvas import Form, Look, blank, finished, looks
+from tntprune.canvas import Form, Look, blank, drawable, finished, looks
 from tntprune.report.groups import SCHEMES, Backbone, grouped, line_names
 from tntprune.results import Row
 from tntprune.units import unit_of
 
 GREY = "#777777"
+SPEED = "times as fast as the unpruned model"
 Point = tuple[float, float]
 
 
@@ -40,7 +41,9 @@ def curves(
     styles: Mapping[str, Look] | None = None,
     narrow: bool = False,
 ) -> bytes:
-    """Top-1 against multiply-accumulates (top) and images/s (bottom), one column a backbone.
+    """Top-1 against multiply-accumulates (top) and speed-up (bottom), one column per backbone.
+
+    Speed-ups are comparable across runs, because each was timed in turns with the unpruned model; images/s are not.
 
     Args:
         rows: With the unpruned model of each backbone; all of the same images, precision and batch size.
@@ -62,7 +65,7 @@ def curves(
 
 def _drawn(backbones: Sequence[Backbone], scheme: str, form: Form, styles: Mapping[str, Look], narrow: bool) -> bytes:
     columns = len(backbones)
-    fast = any(row.images_per_s for backbone in backbones for row in (backbone.base, *backbone.rows))
+    fast = any(row.speedup for backbone in backbones for row in (backbone.base, *backbone.rows))
     pair = (3.2, 3.2 if fast else 0.8)  # inches of the plot on top and of the one below
     if narrow:
         width, tall, shape, heights = 4.2, sum(pair) * columns, (2 * columns, 1), pair * columns
@@ -77,8 +80,8 @@ def _drawn(backbones: Sequence[Backbone], scheme: str, form: Form, styles: Mappi
         lines = backbone.lines(scheme)
         scale, unit = unit_of(backbone.base.macs)
         _fill(upper, lines, backbone.base, styles, partial(_work, scale), unit)
-        _fill(lower, lines, backbone.base, styles, _speed, "images/s")
-        upper.set_title(backbone.label, fontsize=10 if columns < 3 or narrow else 9)
+        _fill(lower, lines, backbone.base, styles, _speed, SPEED)
+        upper.set_title(drawable(backbone.label), fontsize=10 if columns < 3 or narrow else 9)
         for axis in (upper, lower):
             if (narrow or number == 0) and axis.lines:
                 axis.set_ylabel("top-1, %")
@@ -87,8 +90,8 @@ def _drawn(backbones: Sequence[Backbone], scheme: str, form: Form, styles: Mappi
         handles.update({label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)})
     keys = [name for name in ("unpruned", *shown) if name in handles]
     figure.legend(
-        [handles[key] for key in keys], keys, loc="outside lower center", ncols=min(across, len(keys)),
-        frameon=False, fontsize=8.5, handlelength=3.2, columnspacing=1.4,
+        [handles[key] for key in keys], list(map(drawable, keys)), loc="outside lower center",
+        ncols=min(across, len(keys)), frameon=False, fontsize=8.5, handlelength=3.2, columnspacing=1.4,
     )  # fmt: skip
     return finished(figure, form)
 
@@ -98,7 +101,7 @@ def _work(scale: float, row: Row) -> float | None:
 
 
 def _speed(row: Row) -> float | None:
-    return row.images_per_s
+    return 1.0 if row.setting.config is None else row.speedup
 
 
 def _fill(
@@ -154,4 +157,4 @@ def described_curves(backbones: Sequence[Backbone], scheme: str) -> str:
             for name, rows in backbone.lines(scheme).items()
         ]
         parts.append(f"{backbone.label}, unpruned {backbone.base.top1:.1f} %: {'; '.join(lines)}")
-    return f"Top-1 against multiply-accumulates and images/s, {SCHEMES[scheme]}. {'. '.join(parts)}."
+    return f"Top-1 against multiply-accumulates and speed-up, {SCHEMES[scheme]}. {'. '.join(parts)}."

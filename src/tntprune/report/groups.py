@@ -30,14 +30,20 @@ class Backbone:
     rows: tuple[Row, ...]
 
     def lines(self, scheme: str) -> dict[str, list[Row]]:
-        """The rows of a scheme by line, dearest first. Rows of one name that act at other blocks are other lines."""
+        """Group the rows of a scheme into lines, the most expensive row first.
+
+        Rows of one name that act at different blocks are different lines. A line whose blocks are not those of the
+        method's paper says so: "ToMe, one block".
+        """
         rows = [row for row in self.rows if row.scheme == scheme]
         places: dict[str, set[str]] = {}
         for row in rows:
             places.setdefault(row.name, set()).add(_places(row))
         found: dict[str, list[Row]] = {}
         for row in rows:
-            label = row.name if len(places[row.name]) == 1 else f"{row.name} at {_places(row)}"
+            label = f"{row.name}{_moved(row)}"
+            if len(places[row.name]) > 1:
+                label = f"{row.name} at {_places(row)}"
             found.setdefault(label, []).append(row)
         return {label: sorted(line, key=lambda row: -row.macs) for label, line in found.items()}
 
@@ -141,5 +147,21 @@ def in_words(options: dict[str, str]) -> str:
 
 
 def _places(row: Row) -> str:
+    at = _at(row)
+    return "its own blocks" if at is None else ",".join(map(str, at))
+
+
+def _at(row: Row) -> tuple[Any, ...] | None:
+    """Blocks that the row's config names, or None where the method chooses them."""
     at = (row.setting.config or {}).get("at")
-    return ",".join(map(str, at)) if isinstance(at, list | tuple) else "its own blocks" if at is None else str(at)
+    return None if at is None else tuple(at) if isinstance(at, list | tuple) else (at,)
+
+
+def _moved(row: Row) -> str:
+    """Say how many blocks a method acts in, if its paper has other ones: ", one block"; else ""."""
+    kind = METHODS.get(str((row.setting.config or {}).get("method")))
+    usual = kind.__dataclass_fields__["at"].default if kind else 3
+    at = _at(row)
+    if at is None or isinstance(usual, int) or at == usual:  # a single usual block is a mere default
+        return ""
+    return ", one block" if len(at) == 1 else f", {len(at)} blocks"

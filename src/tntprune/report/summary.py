@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from math import sqrt
 
 from tntprune.report.groups import SCHEMES, Group
-from tntprune.report.tables import LOW, buckets
+from tntprune.report.tables import GAP, LOW, NEAR, comparable, equal_costs
 from tntprune.results import Row
 
-Bucket = dict[str, Row]  # the best row of each line at about one cost
+Bucket = dict[str, Row]  # the row of each line at one cost
 NAMED = 5  # methods that are named before the rest is counted
 NOISE = (
     "How sure that is: the standard error of a top-1 is that of a binomial share. The rows were measured on the same "
     "images, so a difference of two rows is surer than if each had had images of its own; how much surer cannot be "
     "told from counts alone. Its standard error is therefore an upper bound: that of independent images, or less where "
     "so few guesses differ from the unpruned model's that the rows cannot differ on more images. A difference within "
-    "two of these is called a tie, or within noise; what follows ± is two of them. Methods are compared at costs to "
-    "the nearest ten percent of the unpruned model's MACs (multiply-accumulates), so that one of two may have up to "
-    "ten points more."
+    "two of these is called a tie, or within noise; what follows ± is two of them. Methods are compared at equal MACs "
+    f"(multiply-accumulates, within {NEAR:g} point of the unpruned model's); where a method has no setting at a cost, "
+    f"its accuracy there is interpolated between two of its settings that are at most {GAP:g} points apart."
 )
 
 
@@ -59,11 +59,12 @@ def summary(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
             for scheme in group.schemes:
                 if backbone.lines(scheme):
                     topic = f"{backbone.label}, {SCHEMES[scheme]}{on}: unpruned {right}"
-                    found.append((topic, _regimes(base, buckets(backbone, scheme))))
+                    costs = {cost: comparable(lines) for cost, lines in equal_costs(backbone, scheme).items()}
+                    found.append((topic, _regimes(base, costs)))
     return found
 
 
-def _regimes(base: Row, found: dict[int, Bucket]) -> list[str]:
+def _regimes(base: Row, found: dict[float, Bucket]) -> list[str]:
     said = []
     for words, own in (
         (f"At {LOW} % of the MACs or more", {share: bucket for share, bucket in found.items() if share >= LOW}),
@@ -78,7 +79,7 @@ def _regimes(base: Row, found: dict[int, Bucket]) -> list[str]:
 def _best(found: Sequence[Bucket]) -> str:
     """Who is first at how many costs and by how much, and who cannot be told from the first at any of them."""
     if not found:
-        return "no two methods have about the same cost and can be compared."
+        return "no two methods have the same cost and can be compared."
     leads: dict[str, list[tuple[float, bool]]] = {}  # over the next method, and whether it is a tie
     close: Counter[str] = Counter()
     for bucket in found:
@@ -101,10 +102,10 @@ def _best(found: Sequence[Bucket]) -> str:
     return told
 
 
-def _price(base: Row, share: int, bucket: Bucket) -> str:
+def _price(base: Row, cost: float, bucket: Bucket) -> str:
     """What the least cost of a regime takes away."""
     name, row = max(bucket.items(), key=lambda item: item[1].top1)
-    told = f"The least of these costs, about {share} %, leaves {row.top1:.1f} % with {name}"
+    told = f"The least of these costs, {cost:.0f} %, leaves {row.top1:.1f} % with {name}"
     if tie(base, row):
         return f"{told}, within noise of the unpruned model."
     lost, error = base.top1 - row.top1, 2 * error_of_difference(base, row)

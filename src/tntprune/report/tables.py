@@ -1,9 +1,10 @@
-"""Rows as tables: every setting, and the best of each method at about the same cost."""
+"""Rows as tables: every setting, and the methods at equal costs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from tntprune.report.groups import Backbone, in_words, options_of
 from tntprune.report.page import table
@@ -12,6 +13,9 @@ from tntprune.units import unit_of
 
 LOW = 45  # percent of the unpruned model's multiply-accumulates below which the paper speaks of the low-token regime
 REGIMES = {"high": f"high: at least {LOW} % of the MACs", "low": f"low: less than {LOW} %"}
+WIDE = 5.0  # points of MACs around a column of the table of equal costs
+NEAR = 1.0  # points of MACs that count as the same cost
+GAP = 25.0  # points of MACs between two rows of a line, up to which it is interpolated
 BUSY = 0.5  # processors that other programs used, above which a speed is marked
 NOTHING = "–"  # noqa: RUF001 - a dash
 
@@ -61,8 +65,7 @@ def every_row(backbone: Backbone, scheme: str) -> Table:
     base = backbone.base
     scale, unit = unit_of(base.macs)
     header = [
-        "method", "setting", "top-1, %", "drop", "top-5, %", "agreement, %", unit, "MACs, %", "images/s",
-        "speed-up", "memory, MiB",
+        "method", "setting", "top-1, %", "drop", "top-5, %", "agreement, %", unit, "MACs, %", "speed-up", "memory, MiB",
     ]  # fmt: skip
     rows = [_cells(base, base, scale, {})]
     for line in backbone.lines(scheme).values():
@@ -97,48 +100,109 @@ def _cells(row: Row, base: Row, scale: float, same: dict[str, str]) -> list[str]
         NOTHING if whole else f"{row.agreement:.1f}",
         f"{row.macs / scale:.2f}",
         f"{share(row):.1f}",
-        NOTHING if row.images_per_s is None else f"{mark}{row.images_per_s:,.{0 if row.images_per_s >= 100 else 1}f}",
         NOTHING if row.speedup is None else f"{mark}{row.speedup:.2f}",
         NOTHING if row.peak_mib is None else f"{row.peak_mib:,.0f}",
     ]
 
 
 def overview(backbone: Backbone, scheme: str) -> Table:
-    """Methods by share of multiply-accumulates, to the nearest ten percent; the best of each share is marked.
+    """Methods at equal shares of multiply-accumulates; the highest of each share is marked.
 
-    Each cell is the method's best row there, with the row's own share behind it.
+    A cell has the share of its row in brackets, or "≈" where the accuracy is interpolated. Only cells at the column's
+    share are compared.
     """
-    found = buckets(backbone, scheme)
-    shares = list(found)
-    header = ["method", *(f"about {share} %" for share in shares)]
-    high = sum(share >= LOW for share in shares)
-    spans = ((REGIMES["high"], high), (REGIMES["low"], len(shares) - high))
+    found = equal_costs(backbone, scheme)
+    costs = list(found)
+    header = ["method", *(f"{cost:.0f} %" for cost in costs)]
+    high = sum(cost >= LOW for cost in costs)
+    spans = ((REGIMES["high"], high), (REGIMES["low"], len(costs) - high))
     groups = [("", 1), *((words, span) for words, span in spans if span)]
     rows, best = [], []
     for label in backbone.lines(scheme):
         cells, marked = [label], []
-        for column, bucket in enumerate(found.values(), start=1):
-            row = bucket.get(label)
-            cells.append(NOTHING if row is None else f"{row.top1:.1f} ({share(row):.0f})")
-            if row is not None and row.top1 == max(other.top1 for other in bucket.values()) and len(bucket) > 1:
+        for column, cost in enumerate(costs, start=1):
+            own = found[cost].get(label)
+            cells.append(NOTHING if own is None else _cell(own))
+            rivals = comparable(found[cost])
+            if label in rivals and len(rivals) > 1 and rivals[label].top1 == max(r.top1 for r in rivals.values()):
                 marked.append(column)
         rows.append(cells)
         best.append(marked)
     return Table(header, rows, best, groups)
 
 
-def buckets(backbone: Backbone, scheme: str) -> dict[int, dict[str, Row]]:
-    """For each share of multiply-accumulates, to the nearest ten percent, the best row of each line.
+def _cell(own: AtCost) -> str:
+    return f"≈ {own.row.top1:.1f}" if own.between else f"{own.row.top1:.1f} ({share(own.row):.0f})"
 
-    The regimes' border, 45 %, is one between two shares. Shares come from the largest to the smallest.
+
+@dataclass(frozen=True)
+class AtCost:
+    """The accuracy of a line at a share of multiply-accumulates.
+
+    Args:
+        row: A measured row, or one whose figures lie between those of two measured rows.
+        between: Whether it is interpolated.
+        equal: Whether its share is the one asked for, within `NEAR`.
     """
-    found: dict[int, dict[str, Row]] = {}
-    for label, rows in backbone.lines(scheme).items():
-        for row in rows:
-            own = found.setdefault(int((share(row) + 5) // 10 * 10), {})
-            if label not in own or row.top1 > own[label].top1:
-                own[label] = row
-    return dict(sorted(found.items(), reverse=True))
+
+    row: Row
+    between: bool
+    equal: bool
+
+
+def comparable(found: dict[str, AtCost]) -> dict[str, Row]:
+    """The rows of the lines that have the same cost."""
+    return {label: own.row for label, own in found.items() if own.equal}
+
+
+def equal_costs(backbone: Backbone, scheme: str) -> dict[float, dict[str, AtCost]]:
+    """Compare lines at shares of multiply-accumulates, in percent, from the largest to the smallest.
+
+    Each row on the frontier of its line lies within `WIDE` points of a share. At a share, a line has the row that was
+    measured there; else what lies between its two rows around it, if they are at most `GAP` points apart; else its
+    nearest row within `WIDE`.
+    """
+    lines = {label: _frontier(rows) for label, rows in backbone.lines(scheme).items()}
+    left = sorted((share(row) for rows in lines.values() for row in rows), reverse=True)
+    found: dict[float, dict[str, AtCost]] = {}
+    while left:
+        near = [cost for cost in left if cost >= left[0] - WIDE]
+        cost = near[len(near) // 2]
+        at = {label: _at_cost(rows, cost) for label, rows in lines.items()}
+        found[cost] = {label: own for label, own in at.items() if own is not None}
+        left = left[len(near) :]
+    return found
+
+
+def _frontier(rows: Sequence[Row]) -> list[Row]:
+    """The rows of a line, the most expensive first, without those that another one beats at no higher cost."""
+    found: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row.macs, -row.top1)):
+        if not found or row.top1 > found[-1].top1:
+            found.append(row)
+    return found[::-1]
+
+
+def _at_cost(rows: Sequence[Row], cost: float) -> AtCost | None:
+    nearest = min(rows, key=lambda row: abs(share(row) - cost))
+    if abs(share(nearest) - cost) <= NEAR:
+        return AtCost(nearest, between=False, equal=True)
+    for above, below in pairwise(rows):
+        if share(above) > cost > share(below) and share(above) - share(below) <= GAP:
+            part = (cost - share(below)) / (share(above) - share(below))
+            return AtCost(_between(below, above, part), between=True, equal=True)
+    return AtCost(nearest, between=False, equal=False) if abs(share(nearest) - cost) <= WIDE else None
+
+
+def _between(below: Row, above: Row, part: float) -> Row:
+    """A row whose figures lie between those of two rows: `part` of the way from one to the other."""
+
+    def mixed(name: str) -> int:
+        low, high = (float(getattr(row, name)) / row.images for row in (below, above))
+        return round(above.images * (low + part * (high - low)))
+
+    macs = round(below.macs + part * (above.macs - below.macs))
+    return replace(above, right=mixed("right"), right5=mixed("right5"), agreeing=mixed("agreeing"), macs=macs)
 
 
 def commands(rows: Sequence[Row]) -> Table:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tntprune.config import Combination, Config, find_method
 from tntprune.errors import UsageError
 from tntprune.options import config_from_text, options_from
+from tntprune.shipped import SHIPPED
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def of_methods(text: str, at: Sequence[str], rates: Sequence[str]) -> list[Config]:
@@ -33,16 +38,19 @@ def of_methods(text: str, at: Sequence[str], rates: Sequence[str]) -> list[Confi
     return [config_from_text(" ".join([name, *pairs, *more])) for more in _fitting(own, text)]
 
 
-def of_reducer(text: str, at: Sequence[str], rates: Sequence[str]) -> tuple[Path, list[Config | None]]:
-    """A folder with a saved reduction, and its settings.
+def of_reducer(
+    text: str, at: Sequence[str], rates: Sequence[str], model: nn.Module | None = None
+) -> tuple[Path | str, list[Config | None]]:
+    """Read a saved reduction, and list its settings.
 
     Args:
-        text: The folder, and options to change behind it: "runs/tnt similar=40".
+        text: The folder, or "pretrained", and options to change behind it: "runs/tnt similar=40".
         at: See `of_methods`.
         rates: See `of_methods`.
+        model: The model, with weights or without; only "pretrained" needs it.
 
     Returns:
-        The folder, and what is run of it; None is what was saved, as it was saved.
+        The folder or "pretrained", and the configs to run; None is what was saved, as it was saved.
 
     Raises:
         UsageError: see `of_methods`.
@@ -51,8 +59,9 @@ def of_reducer(text: str, at: Sequence[str], rates: Sequence[str]) -> tuple[Path
     from tntprune.sweep.jobs import Saved
 
     found = re.fullmatch(r"(.*?)((?:\s+[\w-]+=\S+)*)", text.strip(), re.DOTALL)
-    folder, pairs = (Path(found[1]), found[2].split()) if found else (Path(text), [])
-    saved = Saved(folder).config
+    name, pairs = (found[1], found[2].split()) if found else (text, [])
+    folder = SHIPPED if name == SHIPPED else Path(name)
+    saved = Saved(folder, model).config
     if isinstance(saved, Combination):
         saved.changed(**options_from(pairs, str(folder)))
         return folder, [None]

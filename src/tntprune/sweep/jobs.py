@@ -15,6 +15,7 @@ from tntprune.checkpoint import load_, read, weights_of
 from tntprune.config import Combination, Config, options
 from tntprune.errors import UsageError, UserError
 from tntprune.reduce import missing_in, reduce_, reduction_of, twin_of
+from tntprune.shipped import SHIPPED
 
 NAMES = {
     "tnt": "TNT", "random": "random drop", "topk": "Top-K", "evit": "EViT", "dynamicvit": "DynamicViT",
@@ -29,15 +30,15 @@ class Job:
     Args:
         model: The name that our commands take.
         config: What removes tokens; None is the unpruned model, or with `reducer` what was saved, as it was saved.
-        reducer: A folder with a saved reduction. It is put on with the options of `config`, but for those that what
-            was learned depends on.
+        reducer: A folder with a saved reduction, or "pretrained" for the one that comes with the library. It is put on
+            with the options of `config`, but for those that what was learned depends on.
         name: Of its line in tables and figures; "" is the method's own.
         scheme: "unpruned", "single" or "multi"; "" is what the number of locations says.
     """
 
     model: str
     config: Config | None
-    reducer: Path | None = None
+    reducer: Path | str | None = None
     name: str = ""
     scheme: str = ""
 
@@ -73,17 +74,20 @@ class Saved:
     """A saved reduction, read once.
 
     Args:
-        folder: Where it is.
+        source: A folder, or the word "pretrained".
+        model: The model that it is for, with weights or without; only "pretrained" needs it.
 
     Raises:
-        UserError: nothing is there, or it is broken or not a reduction.
+        UserError: nothing is there, or it is broken, not a reduction, or not shipped for the model.
     """
 
-    def __init__(self, folder: Path) -> None:
-        if not folder.exists():
-            raise UserError(f"{folder}: no such folder; expected one that tntprune train or tntprune.save wrote")
-        self.given, self.folder = folder, folder.absolute()  # a relative name may also be that of a repository
-        self.config, self.tensors, self.path = read(self.folder)
+    def __init__(self, source: Path | str, model: nn.Module | None = None) -> None:
+        self.given = source
+        # a relative name may also be that of a repository
+        self.source = SHIPPED if source == SHIPPED else Path(source).absolute()
+        if isinstance(self.source, Path) and not self.source.exists():
+            raise UserError(f"{source}: no such folder; expected one that tntprune train or tntprune.save wrote")
+        self.config, self.tensors, self.path = read(self.source, model)
         self.weights = weights_of(self.path)
         self.tuned = self.weights is not None  # whether the model was trained with it
 
@@ -126,7 +130,7 @@ class Saved:
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # nothing can be put into a model without weights
-            load_(twin_of(shape), self.folder)
+            load_(twin_of(shape), self.source)
 
     def fits(self, method: nn.Module) -> None:
         """Refuse locations for which nothing was learned.
@@ -164,7 +168,7 @@ def built(model: nn.Module, host: nn.Module, config: Config | None, saved: Saved
         saved: What was learned.
     """
     if saved is not None:
-        return load_(twin_of(host), saved.folder, **saved.changes(config))
+        return load_(twin_of(host), saved.source, **saved.changes(config))
     return model if config is None else reduce_(twin_of(model), config)
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from torch import nn
 
 from tntprune.data import Photo, class_index, labelled_photos
+from tntprune.errors import UserError
 from tntprune.photo import some_of
+from tntprune.sweep.jobs import digest
 
 
 class Listing:
@@ -26,6 +28,7 @@ class Listing:
 
     def __init__(self, folder: Path, model: nn.Module, limit: int | None = None) -> None:
         self.folder = folder
+        self._read: dict[Path, bytes] = {}  # contents by path
         paths = [photo.path for photo in labelled_photos(folder, model)]
         self.classes = sorted({self._below(path)[0] for path in paths})
         self.paths = [paths[place] for place in some_of(len(paths), limit)]
@@ -36,11 +39,21 @@ class Listing:
         return [Photo(path, index[self._below(path)[0]]) for path in self.paths]
 
     def digest(self, photos: list[Photo]) -> str:
-        """SHA-256 of their paths below the folder, in order, with their labels."""
+        """SHA-256 of their paths below the folder, in order, with their labels and contents."""
         found = hashlib.sha256()
         for photo in photos:
-            found.update(os.fsencode("/".join(self._below(photo.path))) + b"\0%d\n" % photo.label)
+            found.update(os.fsencode("/".join(self._below(photo.path))) + b"\0%d\0" % photo.label)
+            found.update(self._content(photo.path))
         return found.hexdigest()
+
+    def _content(self, path: Path) -> bytes:
+        """SHA-256 of a file, read once for all models; of one that cannot be read, nothing."""
+        if path not in self._read:
+            try:
+                self._read[path] = digest(path).encode() if path.is_file() else b""
+            except UserError:  # what is done with such a photo is decided when it is measured
+                self._read[path] = b""
+        return self._read[path]
 
     def _below(self, path: Path) -> tuple[str, ...]:
         return path.relative_to(self.folder).parts

@@ -165,7 +165,7 @@ class _Maker:
 
     def __init__(self, name: str, shape: nn.Module, setting: Any, flags: list[str]) -> None:
         self.name, self.shape, self.setting, self.flags = name, shape, setting, flags
-        self.saved: dict[Path, Saved] = {}
+        self.saved: dict[Path | str, Saved] = {}
         self.base = macs(shape).macs
         self.depth = find_backbone(shape).layout(shape).depth
 
@@ -191,12 +191,12 @@ class _Maker:
             command=shlex.join(["tntprune", "sweep", self.name, *_what(config, saved), *self.flags]),
         )
 
-    def _saved(self, folder: Path) -> Saved:
-        if folder not in self.saved:
-            saved = Saved(folder)
+    def _saved(self, source: Path | str) -> Saved:
+        if source not in self.saved:
+            saved = Saved(source, self.shape)
             saved.check(self.shape)
-            self.saved[folder] = saved
-        return self.saved[folder]
+            self.saved[source] = saved
+        return self.saved[source]
 
 
 def _what(config: Config | None, saved: Saved | None) -> list[str]:
