@@ -48,7 +48,7 @@ def draw_front(path: Path, found: Found, title: str) -> None:
 
 
 def _panel(axis: Any, found: Found, height: Callable[[Point], float]) -> None:
-    unit, name = (1e-3, "ms a batch") if found.budget.timed else unit_of(found.whole)
+    unit, name = (1e-3, "ms per batch") if found.budget.timed else unit_of(found.whole)
 
     def at(points: list[Point]) -> tuple[list[float], list[float]]:
         return [point.cost / unit for point in points], [height(point) for point in points]
@@ -65,6 +65,6 @@ def _panel(axis: Any, found: Found, height: Callable[[Point], float]) -> None:
     widen = max(0.0, NARROWEST * most - (most - least)) / 2  # or all marks would be digits behind the same start
     axis.set_xlim(least - widen, most + widen)
     axis.locator_params(axis="x", nbins=5)
-    axis.set_xlabel(name if found.budget.timed else f"{name} an image")
+    axis.set_xlabel(name if found.budget.timed else f"{name} per image")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="0.93")
