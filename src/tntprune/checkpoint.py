@@ -146,6 +146,8 @@ def load_(model: Model, source: str | Path | Plan, *more: Config, revision: str 
         UserNote: it was made for other weights of such a model.
     """
     if isinstance(source, Plan):
+        if revision is not None:
+            raise UsageError(f"revision={revision!r} of a plan in memory; expected a Hub id, or no revision")
         config, tensors, path, about = source.config, source.learned, Path("the plan"), source.entries()
     else:
         config, tensors, path = read(source, model, revision)
@@ -170,9 +172,7 @@ def load_(model: Model, source: str | Path | Plan, *more: Config, revision: str 
             raise UserError(f"{path}: made for a model of {name} {value}, given one of {getattr(layout, name, None)}")
     method = reduction_of(reduce_(base_of(model), config))  # the model itself stays as it is if this does not fit
     wanted = {name: value.shape for name, value in method.state_dict().items()}
-    spare = (
-        bool(changes) or isinstance(source, Plan) or is_plan(path)
-    )  # a plan has what was learned for other places too
+    spare = bool(changes) or isinstance(source, Plan) or is_plan(path)  # a plan has more, for other blocks too
     found = {name: value.shape for name, value in tensors.items() if name in wanted or not spare}
     if missing := missing_in(tensors, wanted):
         raise UserError(f"{path}: {missing}")

@@ -56,7 +56,7 @@ def search(
         int, tyro.conf.arg(metavar="INT", help="number of photos: half to search on, half held out")
     ] = 512,
     minutes: Annotated[
-        float, tyro.conf.arg(metavar="FLOAT", help="time limit; training counts, and is not cut short")
+        float, tyro.conf.arg(metavar="FLOAT", help="time limit; training and measuring count, and are not cut short")
     ] = 10.0,
     moves: Annotated[int, tyro.conf.arg(metavar="INT", help="small changes that are tried to the best schedule")] = 60,
     curve: Annotated[

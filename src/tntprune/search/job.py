@@ -102,7 +102,7 @@ class Job:
 
     def by_limit(self, limit: float) -> None:
         """Verify the simple schedules at a limit, then the best that a search finds at it and near it."""
-        self.verify_simple(limit)
+        self.verify_simple(limit, late=True)
         ranked = self._ranked(limit)
         for place, one in enumerate(ranked[:FINALISTS]):
             if place == 0 or not self.clock.over():
@@ -112,12 +112,18 @@ class Job:
             if share * limit < self.whole and not self.scout.hurry():
                 self.around(shapes, share * limit)
 
-    def verify_simple(self, limit: float) -> None:
-        """Verify the simple schedules at a limit; at least one of them, also when the time is up."""
+    def verify_simple(self, limit: float, late: bool = False) -> None:
+        """Verify the simple schedules at a limit.
+
+        Args:
+            limit: The largest cost.
+            late: Go on when the time is up, until the user interrupts; even then one is verified.
+        """
         for shape in simple(self.space):
             tried = self.scout.fitted([shape], limit)
             self.simple[shape.name] = tried[0].schedule.config if tried else None
-            if tried and (not self.points or not self.scout.hurry()):
+            stop = (self.scout.hurry() and not late) or bool(self.clock.stops)
+            if tried and not (stop and self.points):
                 self.verify(tried[0])
 
     @property

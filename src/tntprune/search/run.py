@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tntprune.batches import PhotoSource, TensorSource
+from tntprune.bench.clock import Watch, busy_line
 from tntprune.config import Config
 from tntprune.data import Photos, default_workers, input_mode, transform_for
 from tntprune.errors import UsageError, UserError
@@ -80,8 +81,8 @@ def find_plan(
         drop: A budget: points that may be lost.
         blocks: Where tokens may go; None is everywhere.
         photos: To look at: half of them are searched on, and half are held out to verify what was found.
-        minutes: After which what is best so far is verified and given. Training and measuring count, and are not cut
-            short.
+        minutes: After which the best so far is verified and returned. Training, measuring and verifying the simple
+            schedules count, and are not cut short.
         moves: Small changes that are tried.
         seed: Of everything random.
         workers: Processes that read photos.
@@ -118,14 +119,16 @@ def find_plan(
     found = shares(model, data, labels, photos, seed, workers, progress)
     if learned is None and space.config([space.least] * len(space.blocks)).must_train:
         space = _trained(space, found, seed, workers, progress)
+    watch = Watch()
     if wanted.timed and curve is None:
         some = space.config([space.patches // 2] * len(space.blocks))
-        curve = measure_latency(base_of(model), some, batch_size=batch_size, dtype=dtype, progress=progress)
+        with watch.on():
+            curve = measure_latency(base_of(model), some, batch_size=batch_size, dtype=dtype, progress=progress)
     cost: Callable[[Config], float] = space.macs
     if wanted.timed:
         assert curve is not None
         cost, whole = curve.predict, curve.unpruned
-        _check_reach(space, wanted, cost, whole)
+        _check_reach(space, wanted, cost, whole, busy_line(watch.others()))
     job = Job(space, wanted, cost, whole, curve, found, clock, moves, seed, base, progress)
     with job.bar, interrupts() as clock.stops:
         picked = job.run()
@@ -135,7 +138,7 @@ def find_plan(
     verified = [named.get(point.config, point) for point in verified]
     best = front(verified)
     proxy = proxy_error(verified)
-    notes = [*([found.note] if found.note else []), *job.notes]
+    notes = [*filter(None, [found.note, busy_line(watch.others())]), *job.notes]
     notes += doubts(chosen, wanted, job.photos, proxy)
     if len(space.blocks) == 1:
         notes.append(
@@ -146,7 +149,7 @@ def find_plan(
         notes.append(f"These simple schedules cannot cost so little: {', '.join(out_of_reach)}.")
     known = {point.name for point in marks}
     if skipped := [name for name, config in job.simple.items() if config is not None and name not in known]:
-        notes.append(f"These simple schedules were not verified for lack of time: {', '.join(skipped)}.")
+        notes.append(f"These simple schedules were not verified: {', '.join(skipped)}.")
     if untried := job.untried():
         notes.append(f"These simple schedules were not tried at a smaller cost for lack of time: {', '.join(untried)}.")
     if curve is not None and wanted.timed and (slower := curve.slower()):
@@ -181,7 +184,9 @@ def _template(model: nn.Module, method: Config | None) -> tuple[Config, dict[str
     return own.config, {name: value.detach().clone() for name, value in own.state_dict().items()}
 
 
-def _check_reach(space: Space, wanted: Budget, cost: Callable[[Config], float], whole: float) -> None:
+def _check_reach(
+    space: Space, wanted: Budget, cost: Callable[[Config], float], whole: float, busy: str | None = None
+) -> None:
     """Refuse a budget that the method cannot meet whatever it removes."""
     least = cost(space.config([space.least] * len(space.blocks)))
     first, last = space.blocks[0], space.blocks[-1]
@@ -190,6 +195,7 @@ def _check_reach(space: Space, wanted: Budget, cost: Callable[[Config], float], 
         raise UserError(
             f"{space.template.method} at {where} cannot meet {wanted}: with one token left it takes "
             f"{said(least, wanted.timed)}, {least / whole:.1%} of the unpruned model's; expected a larger budget"
+            + (f" ({busy})" if busy else "")
         )
 
 
