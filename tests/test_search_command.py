@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from PIL import Image
 from tntprune.cli import main
 from tntprune.digits import scans, scatter
 from tntprune.plan import read_plan
+from tntprune.search.claim import claimed
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,44 @@ def test_why_there_are_no_labels_is_told(digits, tmp_path, call):
     (tmp_path / "photos" / "others").symlink_to(digits / "digit4")
     given = ["--method", "tome", "--macs", 0.7, "--moves", 0, "--workers", 0, "--out", tmp_path / "d.json"]
     code, out, err = call("search", "digits_vit", "--data", tmp_path / "photos", *given)
-    assert code == 0 and "points of agreement lost" in out and "judged without labels: " in out, err
+    assert code == 0 and "points of agreement on 8 photos" in out and "judged without labels: " in out, err
+
+
+@pytest.mark.parametrize("out", ["a" * 300 + ".json", "digits.txt/a.json", "/proc/a.json"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(digits, tmp_path, monkeypatch, call, out):
+    monkeypatch.setattr("tntprune.search.run.find_plan", lambda *given, **more: pytest.fail("it searched"))
+    (tmp_path / "digits.txt").touch()
+    code, told, err = call("search", "digits_vit", "--data", digits, "--macs", 0.7, "--out", tmp_path / out)
+    line = err.strip().splitlines()[-1]
+    assert code == 1 and not told and line.startswith("tntprune: ") and "expected" in line and "Traceback" not in err
+
+
+def test_two_searches_do_not_write_one_plan(digits, tmp_path, call):
+    out = tmp_path / "new" / "plan.json"
+    given = ["--data", digits, "--method", "tome", "--macs", 0.7, "--moves", 0, "--workers", 0, "--out", out]
+    with claimed(out):
+        code, told, err = call("search", "digits_vit", *given)
+    assert code == 1 and not told and "another search writes it" in err and not out.exists()
+    assert call("search", "digits_vit", *given)[0] == 0
+    assert sorted(path.name for path in out.parent.iterdir()) == ["plan.json", "plan.png"]
+
+
+def test_a_picture_of_somebody_elses_is_not_overwritten(digits, tmp_path, call):
+    (tmp_path / "cat.png").write_bytes(b"a photo")
+    code, out, err = call("search", "digits_vit", "--data", digits, "--macs", 0.7, "--out", tmp_path / "cat.json")
+    assert code == 2 and not out and "cat.png exists already" in err
+    assert (tmp_path / "cat.png").read_bytes() == b"a photo" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_last_line_is_a_command_to_type(digits, tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    given = ["--method", "tome", "--macs", 0.7, "--moves", 0, "--workers", 0, "--out", "my plan.json"]
+    code, out, err = call("search", "digits_vit", "--data", digits, *given)
+    assert code == 0 and "Chosen: tome keeps" in out and "Cost: " in out and "Loss: " in out, err
+    words = shlex.split(out.splitlines()[-1])
+    assert words[:2] == ["tntprune", "eval"]
+    words[words.index("OTHER_PHOTOS")] = str(digits)
+    assert call(*words[1:], "--workers", 0)[0] == 0
 
 
 @pytest.mark.parametrize(

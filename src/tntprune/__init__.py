@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tntprune.evaluation import evaluate
     from tntprune.exporters.export import export
     from tntprune.reduce import reduce_, restore_
+    from tntprune.search.run import find_plan
     from tntprune.share import push
     from tntprune.trace import record
     from tntprune.train import calibrate_
@@ -33,16 +34,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "UsageError", "UserError",
-    "ZeroTPrune", "calibrate_", "evaluate", "export", "features", "load_", "macs", "push", "record", "reduce_",
-    "restore_", "save", "vit16",
+    "ZeroTPrune", "calibrate_", "evaluate", "export", "features", "find_plan", "load_", "macs", "push", "record",
+    "reduce_", "restore_", "save", "vit16",
 ]  # fmt: skip
 
 _HOMES = {
     **dict.fromkeys(
         ("ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune"), "config"
     ), "UsageError": "errors", "UserError": "errors", "calibrate_": "train", "evaluate": "evaluation",
-    "export": "exporters.export", "features": "dense", "load_": "checkpoint", "macs": "counting", "push": "share",
-    "record": "trace", "reduce_": "reduce", "restore_": "reduce", "save": "checkpoint", "vit16": "backbones.vit16",
+    "export": "exporters.export", "features": "dense", "find_plan": "search.run", "load_": "checkpoint",
+    "macs": "counting", "push": "share", "record": "trace", "reduce_": "reduce",
+    "restore_": "reduce", "save": "checkpoint", "vit16": "backbones.vit16",
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from tntprune.errors import UsageError, UserError
 from tntprune.fingerprint import identity, warn_of_others
 from tntprune.hub import download
 from tntprune.methods.base import Method, implementation
-from tntprune.plan import is_plan, read_plan
+from tntprune.plan import Plan, is_plan, read_plan
 from tntprune.reduce import base_of, inherit, missing_in, reduce_, reduction_of, with_dimension
 from tntprune.shipped import SHIPPED, find_shipped
 from tntprune.storage import check_finite, check_fits, make_folder, packed, read_metadata, read_weights, write
@@ -130,16 +130,16 @@ def save_weights(model: nn.Module, folder: str | Path, made_by: str = "") -> Pat
     return path
 
 
-def load_(model: Model, source: str | Path, *more: Config, revision: str | None = None, **changes: Any) -> Model:
+def load_(model: Model, source: str | Path | Plan, *more: Config, revision: str | None = None, **changes: Any) -> Model:
     """Put a saved reduction on a model, in place.
 
     Where the model was trained together with its reduction, its weights are replaced too.
 
     Args:
         model: The model it was made for, or one of the same width and depth.
-        source: A folder, a file, a plan (a .json file written by `tntprune search`), the id of a repository on the
-            Hugging Face Hub (user/repo or user/repo@revision), or "pretrained" for what comes with the library; a
-            folder of that name is "./pretrained".
+        source: A folder, a file, a plan (a .json file written by `tntprune search`, or `find_plan(...).plan`), the id
+            of a repository on the Hugging Face Hub (user/repo or user/repo@revision), or "pretrained" for what comes
+            with the library; a folder of that name is "./pretrained".
         *more: Further reductions, at places of their own, that need no training: see `reduce_`.
         revision: Of the repository: a branch, a tag or a commit.
         **changes: Options to change, such as `at=3, keep=0.5, similar=25`.
@@ -154,7 +154,13 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
     Warns:
         UserNote: it was made for other weights of such a model.
     """
-    config, tensors, path = read(source, model, revision)
+    if isinstance(source, Plan):
+        if revision is not None:
+            raise UsageError(f"revision={revision!r} of a plan in memory; expected a Hub id, or no revision")
+        config, tensors, path, about = source.config, source.learned, Path("the plan"), source.entries()
+    else:
+        config, tensors, path = read(source, model, revision)
+        about = _about(path)
     for name, entry in options(type(config)).items():
         if entry.metadata["learned"] and changes.get(name, getattr(config, name)) != getattr(config, name):
             raise UsageError(
@@ -169,14 +175,13 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
             raise UsageError(
                 f"{part.method} has to be trained first; expected further reductions that need no training"
             )
-    about = _about(path)
     layout = find_backbone(model).layout(model)
     for name, value in _parse(path, about["backbone"]).items():
         if getattr(layout, name, None) != value:
             raise UserError(f"{path}: made for a model of {name} {value}, given one of {getattr(layout, name, None)}")
     method = reduction_of(reduce_(base_of(model), config))  # the model itself stays as it is if this does not fit
     wanted = {name: value.shape for name, value in method.state_dict().items()}
-    spare = bool(changes) or is_plan(path)  # a plan has what was learned for other places too
+    spare = bool(changes) or isinstance(source, Plan) or is_plan(path)  # a plan has more, for other blocks too
     found = {name: value.shape for name, value in tensors.items() if name in wanted or not spare}
     if missing := missing_in(tensors, wanted):
         raise UserError(f"{path}: {missing}")
@@ -195,10 +200,10 @@ def load_(model: Model, source: str | Path, *more: Config, revision: str | None 
     return model
 
 
-def _weights(source: str | Path, path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+def _weights(source: str | Path | Plan, path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's own weights that go with a reduction."""
-    file = weights_of(path)
-    if not Path(source).exists():
+    file = source.weights if isinstance(source, Plan) else weights_of(path)
+    if not isinstance(source, Plan) and not Path(source).exists():
         # the same commit, or the two would not fit: the cache has a folder for each
         file = download(str(source).partition("@")[0], WEIGHTS, path.parent.name)
     elif file is None or not file.is_file():

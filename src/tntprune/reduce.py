@@ -17,11 +17,12 @@ from tntprune.backbones.swapping import obstacle_in, parts_of, refuse_sharded, r
 from tntprune.config import METHODS, Combination, Config
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.base import Method, implementation
+from tntprune.plan import Plan
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def reduce_(model: Model, config: Config | str | Path, *more: Config, **changes: Any) -> Model:
+def reduce_(model: Model, config: Config | Plan | str | Path, *more: Config, **changes: Any) -> Model:
     """Make a model drop or merge tokens, in place. A reduction that is already there is replaced.
 
     The model's class is swapped for a static subclass and a submodule `reduction` is added; its own parameters and
@@ -29,7 +30,8 @@ def reduce_(model: Model, config: Config | str | Path, *more: Config, **changes:
 
     Args:
         model: A supported model, see `tntprune info`.
-        config: What to do: `TNT(at=3, keep=0.5)`, for example; or "pretrained", a folder or a Hub id, as for `load_`.
+        config: What to do: `TNT(at=3, keep=0.5)`, for example; or "pretrained", a folder, a Hub id or a plan, as for
+            `load_`.
         *more: Further reductions at places of their own: `ToMe(at=(6, 7, 8), r=10)`, for example.
         **changes: Options to change in what is loaded: `reduce_(model, "pretrained", keep=0.7)`.
 
@@ -40,10 +42,10 @@ def reduce_(model: Model, config: Config | str | Path, *more: Config, **changes:
         UserError: the model is not supported, or the method cannot be applied to it, and why.
         UsageError: the config does not fit the model.
     """
-    if isinstance(config, str | Path):
+    if isinstance(config, str | Path | Plan):
         from tntprune.checkpoint import load_
 
-        if config in METHODS and not Path(config).exists():
+        if isinstance(config, str) and config in METHODS and not Path(config).exists():
             raise UsageError(f"{config!r}: a method's name; expected its config, tntprune.{METHODS[config].__name__}()")
         return load_(model, config, *more, **changes)
     for one in (config, *more):

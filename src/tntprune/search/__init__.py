@@ -2,6 +2,6 @@
 
 from tntprune.search.found import Found
 from tntprune.search.latency import LatencyCurve, measure_latency
-from tntprune.search.run import search
+from tntprune.search.run import find_plan
 
-__all__ = ["Found", "LatencyCurve", "measure_latency", "search"]
+__all__ = ["Found", "LatencyCurve", "find_plan", "measure_latency"]

@@ -1,4 +1,4 @@
-"""What a schedule may cost, or lose."""
+"""The budget of a search: the largest cost, the largest loss, or both."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 @dataclass(frozen=True)
 class Budget:
-    """What was asked for.
+    """The budget that was asked for.
 
     Args:
-        kind: "macs", of one image; "latency", of one batch in seconds; "speedup", how many times as fast as the
-            unpruned model; "drop", how many points may be lost.
+        kind: "macs" per image; "latency" per batch, in seconds; "speedup", times as fast as the unpruned model; or
+            "drop", points that may be lost.
         value: How much. MACs of at most 1 are a share of the unpruned model's.
+        drop: Points that may be lost beside a budget of another kind, or None.
     """
 
     kind: Literal["macs", "latency", "speedup", "drop"]
     value: float
+    drop: float | None = None
+
+    @property
+    def most_lost(self) -> float | None:
+        """The points that may be lost; None where the budget does not limit them."""
+        return self.value if self.kind == "drop" else self.drop
 
     @property
     def timed(self) -> bool:
@@ -50,14 +57,23 @@ class Budget:
 
     def __str__(self) -> str:
         if self.kind == "macs" and self.value <= 1:
-            return f"{100 * self.value:g} % of the MACs"
-        if self.kind in ("macs", "latency"):
-            return f"at most {said(self.value, self.timed)}"
-        return f"{self.value:g} times as fast" if self.kind == "speedup" else f"at most {self.value:g} points lost"
+            text = f"{100 * self.value:g} % of the MACs"
+        elif self.kind in ("macs", "latency"):
+            text = f"at most {said(self.value, self.timed)}"
+        elif self.kind == "speedup":
+            text = f"{self.value:g} times as fast"
+        else:
+            text = f"at most {points(self.value)} lost"
+        return text if self.drop is None else f"{text} and at most {points(self.drop)} lost"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {self.kind: self.value}
+        """Return it as JSON values."""
+        return {self.kind: self.value, **({} if self.drop is None else {"drop": self.drop})}
+
+
+def points(value: float) -> str:
+    """Format a number of points for a person."""
+    return f"{value:g} point{'' if value == 1 else 's'}"
 
 
 def said(cost: float, timed: bool) -> str:
@@ -74,24 +90,32 @@ def budget(
     speedup: float | None = None,
     drop: float | None = None,
 ) -> Budget:
-    """The one budget that was given.
+    """Check the budget that was given: one of the four, or a drop and one of the others.
 
     Args:
         macs: Multiply-accumulates of one image, or at most 1 for a share of the unpruned model's.
         latency: Of a batch, in seconds or as text with a unit, such as "12ms".
         speedup: How many times as fast as the unpruned model, above 1.
-        drop: Points of top-1 that may be lost (of agreement, where there are no labels).
+        drop: Points of top-1 that may be lost; of agreement where there are no labels, of cosine similarity (in
+            hundredths) where the model has no classes.
 
     Raises:
-        UsageError: none or several were given, or one is out of range.
+        UsageError: none was given, or several limits of the cost, or one is out of range.
     """
     seconds = _seconds(latency) if isinstance(latency, str) else latency
     given = {"macs": macs, "latency": seconds, "speedup": speedup, "drop": drop}
     found: dict[Any, float] = {kind: value for kind, value in given.items() if value is not None}
-    if len(found) != 1:
-        what = " and ".join(f"--{kind}" for kind in found) or "none"
-        raise UsageError(f"budget: {what} given; expected one of --macs, --latency, --speedup and --drop")
-    ((kind, value),) = found.items()
+    costs = [kind for kind in found if kind != "drop"]
+    if not found or len(costs) > 1:
+        what = " and ".join(f"--{kind}" for kind in costs) or "none"
+        raise UsageError(f"budget: {what} given; expected one of --macs, --latency and --speedup, --drop, or both")
+    for kind, value in found.items():
+        _check(kind, value)
+    kind = (costs or ["drop"])[0]
+    return Budget(kind, found[kind], found.get("drop") if costs else None)
+
+
+def _check(kind: str, value: float) -> None:
     least = 1 if kind == "speedup" else 0
     if not (math.isfinite(value) and (value > least)):
         raise UsageError(f"--{kind} {value:g}: expected a number above {least}")
@@ -99,7 +123,6 @@ def budget(
         raise UsageError(f"--macs {value:g}: expected multiply-accumulates, such as 8e8, or a share of at most 1")
     if kind == "drop" and value >= 100:
         raise UsageError(f"--drop {value:g}: expected points below 100")
-    return Budget(kind, value)
 
 
 def _seconds(text: str) -> float:

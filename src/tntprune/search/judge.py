@@ -1,9 +1,10 @@
-"""How near a schedule's answers come to the unpruned model's, on photos that are decoded and judged once."""
+"""How near a schedule's answers are to the unpruned model's, on photos that are decoded once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.config import Config
 from tntprune.errors import UserError
 from tntprune.reduce import base_of, device_of, reduction_of
+from tntprune.search.interval import of_difference, of_mean
 from tntprune.search.space import Space
 from tntprune.tokens import Tokens
 
@@ -25,31 +27,57 @@ DOUBT = 2.0  # standard errors by which a schedule must be worse to be given up 
 
 @dataclass
 class Answers:
-    """What a schedule says of the first photos, one value each.
+    """The answers of one schedule to the first n photos, one value per photo.
 
     Args:
-        kl: Divergence of its probabilities from the unpruned model's.
-        agrees: Whether its first guess is the unpruned model's.
-        right: Whether it is the label; empty where there are none.
+        distance: (n,), KL divergence from the unpruned model's probabilities, in nats; for a model without classes
+            1 - the cosine similarity of the two embeddings.
+        lost: (n,), the loss, at most 1: whether the unpruned model is right minus whether the schedule is; without
+            labels, whether their first guesses differ; for a model without classes, the distance.
+        agrees: (n,), whether both have the same first guess; empty for a model without classes.
+        right: (n,), whether the first guess is the label; empty without labels.
     """
 
-    kl: torch.Tensor
+    distance: torch.Tensor
+    lost: torch.Tensor
     agrees: torch.Tensor
     right: torch.Tensor
 
     def __len__(self) -> int:
-        return len(self.kl)
+        return len(self.distance)
 
-    def figures(self, base_right: torch.Tensor) -> dict[str, float]:
-        """Means: `kl` in nats, `agreement` in percent, and `top1` and `top1_drop` in points where there are labels."""
-        found = {"kl": float(self.kl.mean()), "agreement": 100 * float(self.agrees.double().mean())}
+    @property
+    def points(self) -> float:
+        """The mean loss, in points."""
+        return 100 * float(self.lost.double().mean())
+
+    def figures(self) -> dict[str, float]:
+        """Compute the mean figures.
+
+        Returns:
+            `lost` in points with its 95 % interval `lost_low` and `lost_high`; `kl` in nats and `agreement` in percent,
+            or `cosine` for a model without classes; with labels `top1` and `top1_drop` in points.
+        """
+        if not len(self.agrees):
+            low, high = of_mean(self.lost)
+            figures = {"cosine": 1 - float(self.distance.double().mean())}
+        else:
+            after = self.right if len(self.right) else self.agrees
+            low, high = of_difference(after.double() + self.lost, after)
+            figures = {"kl": float(self.distance.mean()), "agreement": 100 * float(self.agrees.double().mean())}
         if len(self.right):
-            found["top1"] = 100 * float(self.right.double().mean())
-            found["top1_drop"] = 100 * float(base_right[: len(self)].double().mean()) - found["top1"]
-        return found
+            figures |= {"top1": 100 * float(self.right.double().mean()), "top1_drop": self.points}
+        return {**figures, "lost": self.points, "lost_low": 100 * low, "lost_high": 100 * high}
+
+    def said(self) -> str:
+        """Describe the answers in a few words, for a progress bar."""
+        if not len(self.agrees):
+            return f"cosine {1 - float(self.distance.mean()):.4f}"
+        return f"KL {float(self.distance.mean()):.3g}, agrees on {100 * float(self.agrees.double().mean()):.1f} %"
 
 
-NOTHING = Answers(torch.empty(0), torch.empty(0, dtype=torch.bool), torch.empty(0, dtype=torch.bool))
+NONE = torch.empty(0, dtype=torch.bool)
+NOTHING = Answers(torch.empty(0), torch.empty(0), NONE, NONE)
 
 
 class Judge:
@@ -62,7 +90,7 @@ class Judge:
         base: The model whose answers count, if it is not the space's own without a reduction.
 
     Raises:
-        UserError: the model tells no classes apart.
+        UserError: the model gives neither class logits nor one embedding per image, or has no classes for the labels.
     """
 
     @torch.inference_mode()
@@ -70,26 +98,37 @@ class Judge:
         self, space: Space, images: torch.Tensor, labels: torch.Tensor | None, base: nn.Module | None = None
     ) -> None:
         self.space, self.backbone = space, find_backbone(space.base)
-        if not self.backbone.classes(space.base):
-            raise UserError("the model tells no classes apart, so that there are no answers to compare")
+        self.embeds = not self.backbone.classes(space.base)
+        if self.embeds and labels is not None:
+            raise UserError("labels were given for a model without classes; expected images alone")
         self.labels = None if labels is None else labels.cpu()
-        teacher = space.base if base is None else base_of(base)
-        some: Any = tower_of(space.put(space.config([space.least] * len(space.blocks))))
-        self.kept: list[list[tuple[Tokens, Any]]] = []  # by the number of blocks that were run, batch by batch
-        self.target: list[torch.Tensor] = []
+        some = space.put(space.config([space.least] * len(space.blocks)))
+        tower: Any = tower_of(some)
         device = device_of(space.base)
-        entered = []
-        for batch in images.split(BATCH):
-            batch = batch.to(device)
-            self.target.append(self.backbone.answer(teacher, batch).logits.float().log_softmax(1))
-            entered.append(some.enter(batch))
-        self.kept.append(entered)
-        size = sum(tokens.x.numel() * tokens.x.element_size() for tokens, _ in entered)
+        batches = [batch.to(device) for batch in images.split(BATCH)]
+        self.kept: list[list[tuple[Tokens, Any]]] = [[tower.enter(batch) for batch in batches]]
+        size = sum(tokens.x.numel() * tokens.x.element_size() for tokens, _ in self.kept[0])
         for number in range(min(MOST_KEPT, space.depth - 1, MEMORY // max(1, size) - 1)):
             before = self.kept[-1]
-            self.kept.append([(some.onward(x, places, None, number, number + 1), places) for x, places in before])
-        guesses = torch.cat([target.argmax(1) for target in self.target]).cpu()
-        self.right = NOTHING.right if self.labels is None else guesses == self.labels
+            self.kept.append([(tower.onward(x, places, None, number, number + 1), places) for x, places in before])
+        if base is None:  # the unpruned model goes on from there
+            run = len(self.kept) - 1
+            ends = [tower.onward(x, places, None, run) for x, places in self.kept[-1]]
+            answers = [self.backbone.judge(some, end).logits for end in ends]
+        else:
+            answers = [self.backbone.answer(base_of(base), batch).logits for batch in batches]
+        self.target = [self._target(logits.float()) for logits in answers]  # log-probabilities, or embeddings
+        self.right = NONE  # whether the unpruned model is right, (n,)
+        if self.labels is not None:
+            self.right = torch.cat([target.argmax(1) for target in self.target]).cpu() == self.labels
+
+    def _target(self, logits: torch.Tensor) -> torch.Tensor:
+        if logits.ndim != 2:
+            raise UserError(
+                "the model gives neither class logits nor one embedding per image; expected a model with a classifier "
+                "or with pooling (global_pool)"
+            )
+        return logits if self.embeds else logits.log_softmax(1)
 
     def __len__(self) -> int:
         return sum(map(len, self.target))
@@ -99,44 +138,64 @@ class Judge:
         """How many there are."""
         return len(self.target)
 
+    def repairs(self, start: int = 0) -> int:
+        """Count the photos from `start` on that a schedule could win back: the unpruned model is wrong on them."""
+        return int((~self.right[start:]).sum())
+
     @torch.inference_mode()
     def ask(
-        self, config: Config, before: Answers = NOTHING, upto: int | None = None, rival: Answers | None = None
+        self,
+        config: Config,
+        before: Answers = NOTHING,
+        upto: int | None = None,
+        rival: Answers | None = None,
+        most: float | None = None,
     ) -> Answers:
-        """A schedule's answers.
+        """Run a schedule on the photos.
 
         Args:
             config: The schedule.
-            before: Its answers to the first photos, that need not be asked again.
+            before: Its answers to the first photos, which are not computed again.
             upto: Batches to go to; None is all of them.
-            rival: A schedule's answers to as many photos: when this one is clearly worse, it is asked no further.
+            rival: Another schedule's answers to as many photos. This one stops early when it is clearly worse.
+            most: The largest sum of `lost` that is of use. The schedule stops early when it will be larger, whatever
+                its answers to the remaining photos.
         """
         model = self.space.put(config)
         tower: Any = tower_of(model)
         plan = reduction_of(model).plan(self.space.patches)
         first = min(reduction_of(model).begins(plan), len(self.kept) - 1)
         parts = [before]
-        for number in range(len(before) // BATCH, self.batches if upto is None else min(upto, self.batches)):
+        for number in range(math.ceil(len(before) / BATCH), self.batches if upto is None else min(upto, self.batches)):
+            if most is not None and sum(float(part.lost.sum()) for part in parts) - self.repairs(number * BATCH) > most:
+                break
             tokens, places = self.kept[first][number]
             logits = self.backbone.judge(model, tower.onward(tokens, places, plan, first)).logits.float()
             parts.append(self._compare(logits, number))
             if rival is not None and number > 0:
-                worse = torch.cat([part.kl for part in parts])
-                worse = worse - rival.kl[: len(worse)]
+                worse = torch.cat([part.distance for part in parts])
+                worse = worse - rival.distance[: len(worse)]
                 if float(worse.mean()) > DOUBT * float(worse.std()) / len(worse) ** 0.5:
                     break
         return joined(parts)
 
     def _compare(self, logits: torch.Tensor, number: int) -> Answers:
-        """One batch's logits (B, classes) with what they should be."""
-        target, guesses = self.target[number], logits.argmax(1)
-        kl = F.kl_div(logits.log_softmax(1), target, reduction="none", log_target=True).sum(1)
-        right = NOTHING.right
-        if self.labels is not None:
-            right = guesses.cpu() == self.labels[number * BATCH : number * BATCH + len(guesses)]
-        return Answers(kl.cpu(), (guesses == target.argmax(1)).cpu(), right)
+        """Compare one batch's logits or embeddings (B, D) with the unpruned model's."""
+        target = self.target[number]
+        if self.embeds:
+            distance = (1 - F.cosine_similarity(logits, target)).clamp(min=0).cpu()
+            return Answers(distance, distance, NONE, NONE)
+        distance = F.kl_div(logits.log_softmax(1), target, reduction="none", log_target=True).sum(1).cpu()
+        guesses = logits.argmax(1)
+        agrees = (guesses == target.argmax(1)).cpu()
+        if self.labels is None:
+            return Answers(distance, 1 - agrees.float(), agrees, NONE)
+        own = slice(number * BATCH, number * BATCH + len(guesses))
+        right = guesses.cpu() == self.labels[own]
+        return Answers(distance, self.right[own].float() - right.float(), agrees, right)
 
 
 def joined(parts: Sequence[Answers]) -> Answers:
-    """Answers to photos one after another."""
-    return Answers(*(torch.cat([getattr(part, name) for part in parts]) for name in ("kl", "agrees", "right")))
+    """Join answers to consecutive photos."""
+    names = [entry.name for entry in fields(Answers)]
+    return Answers(*(torch.cat([getattr(part, name) for part in parts]) for name in names))

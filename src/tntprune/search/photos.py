@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from tntprune.backbones.base import find_backbone
 from tntprune.data import Photo, Photos, default_workers, input_mode, transform_for
 from tntprune.datasets import open_photos
 from tntprune.errors import UsageError, UserError
@@ -93,12 +94,17 @@ def shares(
 
 
 def _listed(model: nn.Module, data: str | Path) -> tuple[Sequence[Photo], str]:
-    """The photos, with labels where they lie in folders of the model's classes, or a note on why there are none."""
-    note = ""
+    """List the photos, with labels where they lie in folders of the model's classes, or a note on why there are none.
+
+    A model without classes needs no labels.
+    """
+    note, labelled = "", bool(find_backbone(model).classes(model))
     try:
-        found = open_photos(data, model, training=True)
+        found = open_photos(data, model, training=True, labelled=labelled)
     except UserError as error:
-        note = f"judged without labels: {error}"
+        if not labelled:
+            raise
+        note = f"The photos were judged without labels: {error}"
         found = open_photos(data, model, training=True, labelled=False)  # refuses what is no folder of photos at all
     if isinstance(found, Stream):
         raise UserError(f"{data}: a stream; expected a folder, or a data set whose photos can be asked for by number")

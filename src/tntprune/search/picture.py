@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tntprune.canvas import COLOURS, blank, finished
+from tntprune.canvas import COLOURS, SHAPES, blank, finished
 from tntprune.search.found import Found
-from tntprune.search.points import Point
+from tntprune.search.points import Point, lost_what
 from tntprune.storage import write
 from tntprune.units import unit_of
 
-MARKS = "s^D"  # of the references
 NARROWEST = 0.2  # the least that is shown of the cost, as a share of it
 
 
@@ -29,26 +28,27 @@ def draw_front(path: Path, found: Found, title: str) -> None:
     """
     figure = blank(9.6, 4.6)
     left, right = figure.subplots(1, 2)
-    labelled = "top1_drop" in found.chosen.held_out
-    _panel(left, found, lambda point: point.kl)
-    left.set_ylabel("KL divergence from the unpruned model")
-    if found.front[-1].kl > 0:
+    what = lost_what(found.chosen.overall)
+    _panel(left, found, lambda point: point.distance)
+    embeds = "cosine" in found.chosen.overall
+    left.set_ylabel("1 - cosine similarity to unpruned" if embeds else "KL divergence from the unpruned model")
+    if found.front[-1].distance > 0:
         left.set_yscale("log")
     _panel(right, found, lambda point: point.lost)
-    right.set_ylabel("points of top-1 lost" if labelled else "photos with another answer than unpruned, %")
+    right.set_ylabel(f"points of {what} lost")
     right.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     handles, names = left.get_legend_handles_labels()
     few, many = found.photos
     figure.legend(
         handles, names, loc="outside lower center", ncols=6, frameon=False, fontsize=9, title_fontsize=8,
-        title=f"on {many} photos; searched on {few} others",
+        title=f"on all {few + many} photos, of which the search used {few}",
     )  # fmt: skip
     figure.suptitle(f"{title}: {found.plan.config.method}, {found.budget}", fontsize=11)
     write(path, finished(figure, "png"))
 
 
 def _panel(axis: Any, found: Found, height: Callable[[Point], float]) -> None:
-    unit, name = (1e-3, "ms a batch") if found.budget.timed else unit_of(found.whole)
+    unit, name = (1e-3, "ms per batch") if found.budget.timed else unit_of(found.whole)
 
     def at(points: list[Point]) -> tuple[list[float], list[float]]:
         return [point.cost / unit for point in points], [height(point) for point in points]
@@ -57,14 +57,14 @@ def _panel(axis: Any, found: Found, height: Callable[[Point], float]) -> None:
     if found.others:
         axis.plot(*at(found.others), "o", color="0.7", markersize=4, label="beaten")
     for place, point in enumerate(found.references):
-        look = {"color": COLOURS[1 + place], "markersize": 7}
-        axis.plot(*at([point]), MARKS[place % len(MARKS)], label=point.name, **look)
+        look = {"color": COLOURS[(1 + place) % len(COLOURS)], "markersize": 7}
+        axis.plot(*at([point]), SHAPES[(1 + place) % len(SHAPES)], label=point.name, **look)
     star = {"color": COLOURS[0], "markersize": 15, "markeredgecolor": "white", "zorder": 4}
     axis.plot(*at([found.chosen]), "*", label="chosen", **star)
     least, most = axis.get_xlim()
     widen = max(0.0, NARROWEST * most - (most - least)) / 2  # or all marks would be digits behind the same start
     axis.set_xlim(least - widen, most + widen)
     axis.locator_params(axis="x", nbins=5)
-    axis.set_xlabel(name if found.budget.timed else f"{name} an image")
+    axis.set_xlabel(name if found.budget.timed else f"{name} per image")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="0.93")

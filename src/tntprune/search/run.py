@@ -1,9 +1,10 @@
-"""The whole search: photos, training where the method learns, the schedules, the front and the plan."""
+"""`find_plan`: photos, training where the method learns, the search, the front and the plan."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from tntprune.batches import PhotoSource, TensorSource
+from tntprune.bench.clock import Watch, busy_line
 from tntprune.config import Config
 from tntprune.data import Photos, default_workers, input_mode, transform_for
 from tntprune.errors import UsageError, UserError
@@ -20,19 +22,19 @@ from tntprune.plan import Plan
 from tntprune.recipes import Recipe
 from tntprune.reduce import base_of, is_reduced, reduction_of
 from tntprune.search.budget import Budget, budget, said
+from tntprune.search.doubts import doubts
 from tntprune.search.found import Found
 from tntprune.search.job import Job
 from tntprune.search.latency import LatencyCurve, measure_latency
 from tntprune.search.photos import Part, Shares, shares
 from tntprune.search.points import front, proxy_error
 from tntprune.search.scout import Clock
-from tntprune.search.shapes import references
 from tntprune.search.space import Space
 from tntprune.train import fit as train
 from tntprune.training import Training, check_whole
 
 
-def search(
+def find_plan(
     model: nn.Module,
     data: str | Path | torch.Tensor,
     labels: torch.Tensor | None = None,
@@ -58,24 +60,29 @@ def search(
 ) -> Found:
     """Find where a method should remove tokens, and how many, so that the model keeps the most within a budget.
 
-    The same seed gives the same plan, unless the clock ended the search. While schedules are tried, the first Ctrl-C or
+    Give one of `macs`, `latency` and `speedup`, or `drop`, or both. With both, the plan is the cheapest one that keeps
+    the drop; if none does, the one that loses the least at that cost. Simple schedules (one block, the paper's three
+    blocks, all blocks evenly) are verified first, so that none of them beats the plan on the photos.
+
+    The same seed gives the same plan, unless the time ended the search. While schedules are tried, the first Ctrl-C or
     SIGTERM ends it as the clock does.
 
     Args:
         model: In eval mode; it is not changed. What its reduction has learned is used.
-        data: Photos: a folder, what timm's `create_dataset` opens, or images (n, C, H, W), normalised. With labels, the
-            points of top-1 that are lost are told too.
+        data: Photos: a folder, what timm's `create_dataset` opens, or images (n, C, H, W), normalised. The loss is of
+            top-1 where there are labels, else of agreement with the unpruned model. Of a model without classes it is
+            of the mean cosine similarity between the embeddings, in hundredths, and the photos need no labels.
         labels: (n,), with a tensor of images.
         method: What to search for, with all options but where and how many; None is the model's own reduction. One
             that learns and is not the model's own is trained first, on photos that are not held out.
         macs: A budget: multiply-accumulates of one image, or at most 1 for a share of the unpruned model's.
         latency: A budget: seconds for a batch, or text such as "12ms".
         speedup: A budget: times as fast as the unpruned model.
-        drop: A budget: points of top-1 that may be lost; of agreement with the unpruned model without labels.
+        drop: A budget: points that may be lost.
         blocks: Where tokens may go; None is everywhere.
         photos: To look at: half of them are searched on, and half are held out to verify what was found.
-        minutes: After which what is best so far is verified and given. Training and measuring count, and are not cut
-            short.
+        minutes: After which the best so far is verified and returned. Training, measuring and verifying the simple
+            schedules count, and are not cut short.
         moves: Small changes that are tried.
         seed: Of everything random.
         workers: Processes that read photos.
@@ -87,9 +94,12 @@ def search(
         made_by: A note for the plan.
         progress: Show bars.
 
+    Returns:
+        The plan, `found.plan`, which `reduce_` takes; its cost and figures; and what else was verified.
+
     Raises:
         UserError: the photos cannot be used, the method cannot be searched, or no schedule meets the budget.
-        UsageError: none or several budgets were given, or a value is out of range.
+        UsageError: no budget or several limits of the cost were given, or a value is out of range.
     """
     began = time.monotonic()
     wanted = budget(macs, latency, speedup, drop)
@@ -109,34 +119,42 @@ def search(
     found = shares(model, data, labels, photos, seed, workers, progress)
     if learned is None and space.config([space.least] * len(space.blocks)).must_train:
         space = _trained(space, found, seed, workers, progress)
+    watch = Watch()
     if wanted.timed and curve is None:
         some = space.config([space.patches // 2] * len(space.blocks))
-        curve = measure_latency(base_of(model), some, batch_size=batch_size, dtype=dtype, progress=progress)
+        with watch.on():
+            curve = measure_latency(base_of(model), some, batch_size=batch_size, dtype=dtype, progress=progress)
     cost: Callable[[Config], float] = space.macs
     if wanted.timed:
         assert curve is not None
         cost, whole = curve.predict, curve.unpruned
-        _check_reach(space, wanted, cost, whole)
+        _check_reach(space, wanted, cost, whole, busy_line(watch.others()))
     job = Job(space, wanted, cost, whole, curve, found, clock, moves, seed, base, progress)
     with job.bar, interrupts() as clock.stops:
-        chosen = job.by_loss() if wanted.kind == "drop" else job.by_limit(wanted.limit(whole))
-        marks = job.references(chosen.cost if wanted.kind == "drop" else wanted.limit(whole))
-        if wanted.kind != "drop":
-            chosen = job.settled(chosen, marks, wanted.limit(whole))
-    verified = [chosen, *marks, *(point for point in job.points if point is not chosen)]
+        picked = job.run()
+    marks, verified = job.marks, list(job.points.values())
+    chosen = replace(picked, name="chosen")
+    named = {point.config: point for point in [*marks, chosen]}
+    verified = [named.get(point.config, point) for point in verified]
     best = front(verified)
     proxy = proxy_error(verified)
-    met = {point.name for point in marks}
-    notes = [found.note] if found.note else []
+    notes = [*filter(None, [found.note, busy_line(watch.others())]), *job.notes]
+    notes += doubts(chosen, wanted, job.photos, proxy)
     if len(space.blocks) == 1:
         notes.append(
-            f"tokens may go at block {space.blocks[0]} alone, so that there is one schedule for a budget; more blocks "
-            "take --at, or without --reducer a training of their own"
+            f"Tokens may go at block {space.blocks[0]} alone, so that there is one schedule for a budget. For more "
+            "blocks give --at, or train them by leaving --reducer out."
         )
-    notes += [f"{shape.name}: cannot meet this" for shape in references(space) if shape.name not in met]
+    if out_of_reach := [name for name, config in job.simple.items() if config is None]:
+        notes.append(f"These simple schedules cannot cost so little: {', '.join(out_of_reach)}.")
+    known = {point.name for point in marks}
+    if skipped := [name for name, config in job.simple.items() if config is not None and name not in known]:
+        notes.append(f"These simple schedules were not verified: {', '.join(skipped)}.")
+    if untried := job.untried():
+        notes.append(f"These simple schedules were not tried at a smaller cost for lack of time: {', '.join(untried)}.")
     if curve is not None and wanted.timed and (slower := curve.slower()):
         pairs = ", ".join(f"{count} than {faster}" for count, faster in sorted(slower.items()))
-        notes.append(f"fewer patch tokens that take longer than more: {pairs}")
+        notes.append(f"On this machine fewer patch tokens take longer than more: {pairs}.")
     reduced = reduction_of(space.put(chosen.config))
     backbone = {"embed_dim": reduced.layout.embed_dim, "depth": reduced.layout.depth}
     predicted = {
@@ -152,7 +170,7 @@ def search(
     others = [point for point in verified if point not in best and point not in marks and point is not chosen]
     return Found(
         plan, chosen, best, marks, others, wanted, whole, proxy, (len(job.judge), len(job.verifier)),
-        time.monotonic() - began, not clock.rang, notes, curve,
+        time.monotonic() - began, "interrupt" if clock.stops else "time" if clock.rang else "", notes, curve,
     )  # fmt: skip
 
 
@@ -166,7 +184,9 @@ def _template(model: nn.Module, method: Config | None) -> tuple[Config, dict[str
     return own.config, {name: value.detach().clone() for name, value in own.state_dict().items()}
 
 
-def _check_reach(space: Space, wanted: Budget, cost: Callable[[Config], float], whole: float) -> None:
+def _check_reach(
+    space: Space, wanted: Budget, cost: Callable[[Config], float], whole: float, busy: str | None = None
+) -> None:
     """Refuse a budget that the method cannot meet whatever it removes."""
     least = cost(space.config([space.least] * len(space.blocks)))
     first, last = space.blocks[0], space.blocks[-1]
@@ -175,6 +195,7 @@ def _check_reach(space: Space, wanted: Budget, cost: Callable[[Config], float], 
         raise UserError(
             f"{space.template.method} at {where} cannot meet {wanted}: with one token left it takes "
             f"{said(least, wanted.timed)}, {least / whole:.1%} of the unpruned model's; expected a larger budget"
+            + (f" ({busy})" if busy else "")
         )
 
 

@@ -16,24 +16,25 @@ from tntprune.search.space import Space
 
 ROUNDS = (1 / 8, 3 / 8, 1.0)  # shares of the photos
 SURVIVORS = 1 / 3  # of each round
-SPARE = 2.0  # times the last schedule's pace, for what is left to verify: schedules that need no search take longer
+SPARE = 1.5  # times the pace so far, for the schedule that is left to verify when the search ends
+LATEST = 0.3  # weight of the latest batch of photos in the pace: on a busy machine it changes
 
 
 @dataclass
 class Tried:
-    """A schedule and what is known of it."""
+    """A schedule, its answers to the photos to search on, and to those that were held out."""
 
     schedule: Schedule
     answers: Answers = field(default_factory=lambda: NOTHING)
+    held_out: Answers = field(default_factory=lambda: NOTHING)
 
-    @property
-    def kl(self) -> float:
-        """The mean divergence so far."""
-        return float(self.answers.kl.mean())
+    def distance(self, photos: int | None = None) -> float:
+        """The mean divergence on the first of the photos to search on, or on all that were asked."""
+        return float(self.answers.distance[:photos].mean())
 
 
 class Clock:
-    """When a search has to end.
+    """Tells when a search has to end.
 
     Args:
         seconds: From now on.
@@ -49,9 +50,10 @@ class Clock:
         return max(0.0, self.end - time.monotonic())
 
     def over(self, reserve: float = 0.0) -> bool:
-        """Whether the time is up, but for what is kept in reserve, in seconds, or was cut short; it is noted if so."""
-        self.rang = self.rang or bool(self.stops) or time.monotonic() > self.end - reserve
-        return self.rang
+        """Return True if no more than `reserve` seconds are left, or the user interrupted; remember that it was so."""
+        over = bool(self.stops) or time.monotonic() > self.end - reserve
+        self.rang = self.rang or over
+        return over
 
 
 class Scout:
@@ -59,7 +61,8 @@ class Scout:
 
     Args:
         space: What can be chosen.
-        judge: On the photos to search on.
+        judge: The photos to search on.
+        verifier: The photos that were held out.
         cost: Of a config.
         seed: Of the small changes.
         clock: When to end.
@@ -71,29 +74,31 @@ class Scout:
         self,
         space: Space,
         judge: Judge,
+        verifier: Judge,
         cost: Callable[[Config], float],
         seed: int,
         clock: Clock,
         bar: Any,
         slower: dict[int, int] | None = None,
     ) -> None:
-        self.space, self.judge, self.cost, self.clock, self.bar = space, judge, cost, clock, bar
+        self.space, self.judge, self.verifier, self.cost = space, judge, verifier, cost
+        self.clock, self.bar = clock, bar
         self.rng = random.Random(seed)
         self.slower = slower or {}
-        self.pace = 0.0  # seconds that a schedule takes on all photos
-        self.after = 0.0  # passes over as many photos that are still to be made when all is searched
+        self.known: dict[Config, Tried] = {}  # so that no photo is asked twice
+        self.pace = 0.0  # seconds per photo, lately
 
     def fitted(self, shapes: Sequence[Shape], limit: float) -> list[Tried]:
-        """Shapes at a budget, each schedule once; those that cannot meet it are left out."""
+        """Scale shapes to a budget, each schedule once; those that cannot meet it are left out."""
         found: dict[Config, Tried] = {}
         for shape in shapes:
             schedule = self.fit(shape, limit)
             if schedule is not None:
-                found.setdefault(schedule.config, Tried(schedule))
+                found.setdefault(schedule.config, self.known.setdefault(schedule.config, Tried(schedule)))
         return list(found.values())
 
     def fit(self, shape: Shape, limit: float) -> Schedule | None:
-        """A shape at a budget, with more tokens where these take less time."""
+        """Scale a shape to a budget, with more tokens where these take less time."""
         schedule = fit(shape, self.space, self.cost, limit)
         if schedule is None or not self.slower:
             return schedule
@@ -105,21 +110,43 @@ class Scout:
         return other if other is not None and other.cost <= limit else schedule
 
     def hurry(self) -> bool:
-        """Whether there is no time for more, or somebody does not want to wait."""
+        """Return True if there is only time to verify one schedule, or the user interrupted."""
         if self.clock.stops:
             self.bar.set_description_str("interrupted: verifying the best so far (Ctrl-C again stops at once)")
-        return self.clock.over(SPARE * self.pace * self.after)
+        return self.clock.over(SPARE * self.pace * len(self.verifier))
 
     def ask(self, tried: Tried, upto: int | None = None, rival: Answers | None = None) -> None:
-        """Let a schedule answer more photos."""
-        known, begin = len(tried.answers), time.monotonic()
-        tried.answers = self.judge.ask(tried.schedule.config, tried.answers, upto, rival)
-        new = len(tried.answers) - known
-        if new:
-            self.pace = (time.monotonic() - begin) / new * len(self.judge)
+        """Run a schedule on more of the photos to search on."""
+        tried.answers = self._timed(self.judge, tried, tried.answers, upto, rival, None)
+
+    def verify(self, tried: Tried, most: float | None = None) -> bool:
+        """Run a schedule on all photos.
+
+        Args:
+            tried: The schedule.
+            most: The photos that it may lose; it stops early when it loses more.
+
+        Returns:
+            Whether it answered all of them.
+        """
+        spare = None if most is None else most + self.verifier.repairs()
+        tried.answers = self._timed(self.judge, tried, tried.answers, None, None, spare)
+        if len(tried.answers) == len(self.judge):
+            left = None if most is None else most - float(tried.answers.lost.sum())
+            tried.held_out = self._timed(self.verifier, tried, tried.held_out, None, None, left)
+        return len(tried.answers) == len(self.judge) and len(tried.held_out) == len(self.verifier)
+
+    def _timed(self, judge: Judge, tried: Tried, before: Answers, upto: int | None, rival: Any, most: Any) -> Answers:
+        begin = time.monotonic()
+        answers = judge.ask(tried.schedule.config, before, upto, rival, most)
+        new = len(answers) - len(before)
+        if new > 0:
+            pace = (time.monotonic() - begin) / new
+            self.pace = pace if not self.pace else LATEST * pace + (1 - LATEST) * self.pace
+        return answers
 
     def rounds(self, tried: list[Tried]) -> list[Tried]:
-        """Successive halving: those that have answered all photos, the best first; at least one."""
+        """Halve successively: return those that have answered all photos to search on, the best first; at least one."""
         for share in ROUNDS:
             upto = max(1, math.ceil(share * self.judge.batches))
             asked: list[Tried] = []
@@ -128,14 +155,15 @@ class Scout:
                     break
                 self.ask(one, upto)
                 asked.append(one)
-                self.told(min(asked, key=lambda other: other.kl))
-            tried = sorted(asked, key=lambda other: other.kl)
+                self.told(min(asked, key=lambda other: other.distance()))
+            photos = min(len(one.answers) for one in asked)  # some may have answered more before
+            tried = sorted(asked, key=lambda other: other.distance(photos))
             if share < 1:
                 tried = tried[: max(3, math.ceil(len(tried) * SURVIVORS))]
         return tried
 
     def improve(self, best: Tried, limit: float, moves: int) -> Tried:
-        """Small changes to a schedule, each kept if its divergence on all photos is smaller."""
+        """Try small changes to a schedule; keep each if its divergence on all photos is smaller."""
         seen = {best.schedule.config}
         for _ in range(moves):
             if self.hurry():
@@ -145,15 +173,14 @@ class Scout:
                 self.told(best)
                 continue
             seen.add(schedule.config)
-            other = Tried(schedule)
+            other = self.known.setdefault(schedule.config, Tried(schedule))
             self.ask(other, rival=best.answers)
-            if len(other.answers) == len(best.answers) and other.kl < best.kl:
+            if len(other.answers) == len(best.answers) and other.distance() < best.distance():
                 best = other
             self.told(best)
         return best
 
     def told(self, best: Tried) -> None:
-        """One schedule more on the bar."""
-        agreement = 100 * float(best.answers.agrees.double().mean())
-        self.bar.set_postfix_str(f"best so far: KL {best.kl:.3g}, agrees on {agreement:.1f} %", refresh=False)
+        """Show one schedule more on the bar."""
+        self.bar.set_postfix_str(f"best so far: {best.answers.said()}", refresh=False)
         self.bar.update()

@@ -90,19 +90,28 @@ def priced(shape: Shape, left: Left, space: Space, cost: Callable[[Config], floa
         return None
 
 
-def references(space: Space) -> list[Shape]:
-    """What one would do without a search: the paper's blocks, and all of them, evenly."""
-    inner = [float(0 < block < space.depth + 1) for block in space.blocks]
-    found = [Shape(tuple(inner), True, name="uniform rates"), Shape(tuple(inner), name="uniform counts")]
+def simple(space: Space) -> list[Shape]:
+    """List the schedules that need no search: one block, the paper's three blocks, and all blocks evenly.
+
+    One block is each from a quarter to half of the depth at which tokens may go; of those outside, the first ones
+    where there are none inside.
+    """
+    middle = [block for block in space.blocks if space.depth // 4 <= block <= space.depth // 2 and block > 0]
+    found = []
+    for alone in middle or space.blocks[:4]:
+        found.append(Shape(tuple(float(block == alone) for block in space.blocks), True, name=f"block {alone} alone"))
     paper = tuple(float(block in PAPER) for block in space.blocks)
     if sum(paper) == len(PAPER):
-        found.insert(0, Shape(paper, True, name="the paper's [3, 4, 5]"))
-    return [shape for shape in found if any(shape.weights)]
+        found.append(Shape(paper, True, name="the paper's [3, 4, 5]"))
+    inner = tuple(float(block > 0) for block in space.blocks)
+    if sum(inner) > 1:
+        found += [Shape(inner, True, name="uniform rates"), Shape(inner, name="uniform counts")]
+    return found
 
 
 def family(space: Space) -> list[Shape]:
     """Shapes of a few numbers: from which block to which, falling, even or rising; and a few blocks only."""
-    found = references(space)
+    found = simple(space)
     blocks, depth = space.blocks, space.depth
     firsts = [block for block in blocks if block <= depth // 3 + 1]
     lasts = [block for block in blocks if block > depth // 2] or [blocks[-1]]
