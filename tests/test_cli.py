@@ -638,7 +638,7 @@ def test_notes_are_lines_and_other_warnings_stay_what_they_are(monkeypatch, caps
 def test_counting_commands_start_without_what_they_do_not_need(command):
     """Half of their time went into torch's compiler, which timm and torchvision load to mark a few functions."""
     code = (
-        "import sys; from tntprune.cli import run\n"
+        "import sys; from tntprune.__main__ import run\n"
         f"sys.argv = ['tntprune', {command!r}, 'vit_tiny_patch16_224']\n"
         "try: run()\n"
         "except SystemExit as end: assert not end.code, end.code\n"
