@@ -44,7 +44,7 @@ NUMBERS = (
 WORDS = (
     "x", " ", "", "-", "--", "-x", "--x", "=", "a=b", "None", "True", "[1,2", "{}", "[1]", "1,2", "1;2", "at=3", "*",
     "$x$", "\\frac{1}{0}", "é", "名前", "\U0001f600", "a\nb", "a\tb", "\x1b[31mred", "\udcff", "a\udc80b", "x" * 300,
-    "../..", ".", "/", "~", "%s", "%", "{0}", "user/repo", "a/b/c", "user/repo@", "hfds/x", "hfids/", "wds/x",
+    ".", "~", "%s", "%", "{0}", "user/repo", "a/b/c", "user/repo@", "hfds/x", "hfids/", "wds/x",
     "torch/x", "torch/", "wds/.", "pretrained", "digits_vit", "vit16", "test_vit", "resnet18", "no_such_model", "cpu",
     "cuda", "cuda:99", "meta", "mps", "cpu:1", "abacus", "tnt", "tome", "tome r=3", "tome r=1e400",
     "topk at=99 keep=0.5", "topk keep=" + "9" * 400, "evit keep=nan", "random at=[[1]]", "random order=-1",
