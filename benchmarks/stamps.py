@@ -29,7 +29,7 @@ CODE = {  # what figures depend on: files and folders of src/tntprune
     "reducing": ("attention.py", "backbones", "config", "methods", "reduce.py", "schedule.py", "tokens.py"),
     "counting": ("counting.py",),
     "reading": ("data.py", "images.py", "loading.py"),
-    "judging": ("evaluate.py", "precision.py"),
+    "judging": ("evaluation.py", "precision.py"),
     "training": (
         "augment.py", "batches.py", "gradients.py", "learning.py", "mixing.py", "recipes.py", "train.py", "trainer.py",
         "training.py", "tuning.py",
