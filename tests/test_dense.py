@@ -190,7 +190,7 @@ def test_what_cannot_be_right_is_refused():
 def test_timms_features_only_works_on_the_model_inside():
     net = timm.create_model("test_vit", features_only=True, img_size=64, out_indices=(1, 3)).eval()
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(UserError, match=r"FeatureGetterNet is not supported.* its \.model"):
+    with pytest.raises(UserError, match=r"FeatureGetterNet wraps a model; expected .* its \.model"):
         reduce_(net, Random(at=1))
     with torch.inference_mode():
         before = net(images)
