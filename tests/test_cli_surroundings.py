@@ -158,7 +158,7 @@ def test_an_empty_value_is_refused(call, arguments, before):
 
 def test_an_error_shows_no_escape_codes(call):
     code, _, err = call("eval", "digits_vit", "--data", "a\nb\x1b[31m", "--json")
-    assert code == 1 and json.loads(err)["error"].startswith("a b\x1b[31m: no such folder")  # JSON escapes them itself
+    assert code == 1 and json.loads(err)["error"].startswith("a b\\x1b[31m: no such folder")
     code, _, err = call("eval", "digits_vit", "--data", "a\nb\x1b[31m")
     assert code == 1 and err.startswith("tntprune: a b\\x1b[31m: no such folder") and err.count("\n") == 1
 
@@ -184,7 +184,7 @@ def test_every_error_is_one_line_or_one_object(call, monkeypatch, error, code, w
     def fails(given):
         raise error
 
-    monkeypatch.setattr(cli, "_run", fails)
+    monkeypatch.setattr(cli, "_parse", fails)
     found, out, err = call("eval", "digits_vit")
     assert (found, out) == (code, "") and err.startswith(f"tntprune: {word}") and err.count("\n") == 1
     found, out, err = call("eval", "digits_vit", "--json")
@@ -195,7 +195,7 @@ def test_other_errors_of_ours_stay_tracebacks(monkeypatch):
     def fails(given):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(cli, "_run", fails)
+    monkeypatch.setattr(cli, "_parse", fails)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["eval", "digits_vit"])
 
