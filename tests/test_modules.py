@@ -391,3 +391,24 @@ def test_what_was_put_on_a_scorer_is_not_saved_in_silence(tmp_path):
         tntprune.save(model, tmp_path)
     prune.remove(model.reduction.scorers["2"].layers[0], "weight")
     tntprune.save(model, tmp_path)
+
+
+def test_whoever_saves_a_larger_model_is_told_that_the_reduction_is_left_out(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = stirred(make("plain"), CONFIGS["tnt-merging"])
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["qkv"], r=2))
+    with pytest.warns(tntprune.errors.UserNote, match=r"holds a reduced one \(base_model\.model\).*tntprune\.save"):
+        wrapped.save_pretrained(tmp_path / "peft")
+    with pytest.warns(tntprune.errors.UserNote, match="holds a reduced one"):
+        nn.ModuleDict({"tower": make("plain"), "other": reduce_(make("plain"), ToMe(r=5))}).state_dict()
+
+
+@pytest.mark.parametrize("kind", list(hf_models.KINDS))
+def test_models_that_save_their_reduction_are_saved_without_a_warning(kind, tmp_path):
+    model = reduce_(hf_models.make(kind), ToMe(r=5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tntprune.errors.UserNote)
+        model.state_dict()
+        model.save_pretrained(tmp_path)
+        nn.DataParallel(model).state_dict()
+        reduce_(make("plain"), ToMe(r=5)).state_dict()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from threading import get_ident
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tntprune.attention import Heads
 from tntprune.backbones.blocks import Inside, OpenBlock
-from tntprune.errors import UserError
+from tntprune.errors import UserError, UserNote
 from tntprune.methods.base import Method, Plan
 from tntprune.schedule import Place
 from tntprune.tokens import Tokens, start
@@ -81,6 +82,7 @@ class Reduced:
     """What the reduced class of every family has besides its family's own class."""
 
     reduction: Method
+    known_as: ClassVar[tuple[str, ...]] = ()  # the names under which a model of its family holds it
     traces: dict[int, Trace] | None = None  # by thread: where `record` wants to know what is kept
     blocks: nn.Sequential
     num_prefix_tokens: int
@@ -93,6 +95,22 @@ class Reduced:
             UserError: always.
         """
         raise UserError(f"torch.jit.script cannot hold a reduced model; expected {INSTEAD}")
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Warn where a larger model is saved: its own `save_pretrained`, or an adapter's, leaves the reduction out.
+
+        Warns:
+            UserNote: the state dict is that of a model that tntprune does not know.
+        """
+        inside = [name for name in prefix.split(".") if name not in ("", "module", "_orig_mod")]
+        if inside and ".".join(inside) not in self.known_as:
+            warnings.warn(
+                f"a model is saved that holds a reduced one ({'.'.join(inside)}): the reduction's config is not in its "
+                "state dict; save it too, with tntprune.save(the reduced model, folder)",
+                UserNote,
+                stacklevel=2,
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
 
     def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
         """Images to (B, prefix + N, D), and to what every block needs to know of the places: None if nothing."""
