@@ -460,8 +460,8 @@ def test_another_image_size(capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--rounds", "2"], "rounds=2: expected a whole number, 3 or larger"),
-        (["--rates", "50"], "rates=50: expected shares above 0 and at most 1"),
+        (["--rounds", "2"], "rounds=2: expected a whole number from 3"),
+        (["--rates", "50"], "rates=50: expected a number above 0 to 1"),
         (["--batch-sizes", "0"], "batch_sizes=0"),
         (["--backends", "cudagraphs"], "expected --device cuda"),
         (["--also", "tomme"], "unknown method 'tomme'"),

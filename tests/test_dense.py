@@ -272,7 +272,8 @@ def test_the_page_says_what_works():
 
 
 @pytest.mark.realdata
-def test_filling_from_the_nearest_is_better_than_zeros_or_another_place(data):
+def test_filling_from_the_nearest_is_better_than_zeros_or_another_place(data, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     likeness = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "dense.py"))["likeness"]
     model = load_model("vit_tiny_patch16_224", data / "vit_tiny_patch16_224.safetensors")
     photos = all_photos(data / "calibration-1000" / "images")[::100]

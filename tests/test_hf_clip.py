@@ -57,7 +57,7 @@ def test_a_merged_token_counts_like_equal_ones_in_attention_pooling():
     x = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
     merged = Tokens(x, torch.arange(3).expand(2, -1), 0, size=torch.tensor([[2.0, 1, 3], [1, 5, 0]]))
     with torch.inference_mode():
-        found = hf_siglip._attend(head, merged)
+        found = hf_siglip.SiglipMultiheadAttentionPoolingHead.forward(head, merged.x, merged.size)
         for row, sizes in enumerate(([2, 1, 3], [1, 5, 0])):
             equal = torch.cat([x[row, i : i + 1].expand(n, -1) for i, n in enumerate(sizes)])
             torch.testing.assert_close(found[row : row + 1], head(equal[None]), atol=1e-5, rtol=1e-4)
@@ -67,7 +67,7 @@ def test_a_merged_token_counts_like_equal_ones_in_attention_pooling():
 def test_a_classifier_takes_the_mean_by_size(kind):
     model, images = reduce_(make(kind), ToMe(r=9)), photos_for(kind)
     with torch.inference_mode():
-        tokens, _ = model.vision_model.run(images)
+        tokens, _ = model.vision_model.outputs(images)
         assert tokens.size.sum(1).tolist() == [64.0] * 3 and float(tokens.size.max()) > 1
         rows = [
             model.classifier(sum(token * s for token, s in zip(x[tokens.prefix :], size)) / 64)

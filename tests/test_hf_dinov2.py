@@ -17,7 +17,7 @@ def test_the_classifier_reads_cls_and_the_mean_of_patches_by_size(kind):
     prefix = 4 if kind == "registers_classifier" else 1
     assert reduction_of(model).layout.prefix == prefix
     with torch.inference_mode():
-        tokens, _ = tower_of(model).run(images)
+        tokens, _ = tower_of(model).outputs(images)
         assert tokens.x.shape[1] == prefix + 64 - 4 * 9 and float(tokens.size.max()) > 1
         rows = []
         for x, size in zip(tokens.x, tokens.size):

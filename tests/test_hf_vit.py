@@ -69,8 +69,9 @@ def test_the_full_grid():
     assert tntprune.features(model, images).shape == whole.shape
 
 
-def test_training_on_images_of_another_size():
+def test_training_on_images_of_a_size_that_the_forward_pass_refuses():
     model = reduce_(make("deit_classifier"), TNT(at=2, keep=0.5))
-    tntprune.calibrate_(model, photos_for("deit_classifier", 4, (24, 44)), epochs=1, batch_size=2, progress=False)
+    with pytest.raises(tntprune.UserError, match="images of 24 x 44: DeiTForImageClassification takes 32 x 32"):
+        tntprune.calibrate_(model, photos_for("deit_classifier", 4, (24, 44)), epochs=1, batch_size=2, progress=False)
     with pytest.raises(ValueError, match="doesn't match model"):  # as transformers has it, unless one says otherwise
         run(model, photos_for("deit_classifier", 2, (24, 44)))

@@ -212,7 +212,9 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     for use in (Ledger(path).rows, Ledger(path).prepare, lambda: Ledger(path).add(row(1))):
-        with pytest.raises(UserError, match="a pipe or device; expected a file for results"):
+        with pytest.raises(
+            UserError, match=r"\(a device, pipe or socket\); expected the name of a file"
+        ):
             use()
-    with pytest.raises(UserError, match="a pipe or device"):
+    with pytest.raises(UserError, match="a device, pipe or socket"):
         Ledger(Path("/dev/null")).add(row(1))

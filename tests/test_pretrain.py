@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -258,7 +259,10 @@ def test_it_goes_on_where_it_was_stopped(photos, tmp_path, monkeypatch, call):
 def test_a_folder_is_not_trained_in_twice_nor_for_something_else(photos, learned, call):
     code, found = call(*command(photos, learned))
     assert code == 2 and "holds a training already" in found["error"]
-    weights = ["--weights", learned / "model.safetensors"]
+    own = ["--weights", learned / "model.safetensors"]
+    code, found = call("train", "test_vit", *SMALL, *own, "--data", photos / "train", "--out", learned, "--resume")
+    assert code == 1 and "no input is overwritten" in found["error"]
+    weights = ["--weights", shutil.copyfile(learned / "model.safetensors", learned.parent / "weights.safetensors")]
     arguments = ["train", "test_vit", *SMALL, *weights, "--data", photos / "train", "--out", learned, "--resume"]
     code, found = call(*arguments)
     assert code == 2 and "was started with" in found["error"]

@@ -17,9 +17,11 @@ def interrupts() -> Iterator[list[int]]:
     def note(number: int, frame: Any) -> None:
         if not seen:
             seen.append(number)
-        elif callable(interrupt):
-            signal.signal(signal.SIGINT, interrupt)
-            interrupt(number, frame)  # raises KeyboardInterrupt
+        else:
+            if callable(interrupt):
+                signal.signal(signal.SIGINT, interrupt)
+                interrupt(number, frame)  # raises KeyboardInterrupt
+            raise KeyboardInterrupt
 
     try:
         old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -71,15 +71,15 @@ def _check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     given, held = now["training"], before.get("training", {})
     if not isinstance(held, dict):
         raise UserError(f"{out}: what is told of its training is broken (training is no object); {AGAIN}")
-    for name, what in DIGESTS.items():
-        if name in before and name in now and before[name] != now[name]:
-            raise UsageError(f"{out}: was started with other {what}; expected the same ones to continue it")
+    digests = [name for name in DIGESTS if name in before and name in now and before[name] != now[name]]
     before, now = ({k: v for k, v in one.items() if k not in DIGESTS} for one in (before, now))
     open_ = [name for name in ("parts", "epochs") if given[name] is None]  # what was decided at the start holds
     now = {**now, "training": {**given, **{name: held.get(name) for name in open_}}}
     changed = _differences(before, now)
     if changed:
         raise UsageError(f"{out}: was started with {changed[0]}; expected the same options to continue it")
+    if digests:  # after the options, which say more
+        raise UsageError(f"{out}: was started with other {DIGESTS[digests[0]]}; expected the same ones to continue it")
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> list[str]:

@@ -31,7 +31,13 @@ class Onnx(Format):
             torch.onnx.export(
                 job.program, f=str(job.file), dynamo=True, input_names=[INPUT], output_names=list(job.outputs),
                 external_data=size > LARGE, verbose=False,
-                custom_translation_table={torch.ops.aten.sort.stable: _sort, torch.ops.aten.sigmoid.default: _sigmoid},
+                custom_translation_table={
+                    torch.ops.aten.sort.stable: _sort,
+                    torch.ops.aten.sort.default: lambda values, dim=-1, descending=False: _sort(
+                        values, dim=dim, descending=descending
+                    ),
+                    torch.ops.aten.sigmoid.default: _sigmoid,
+                },
             )  # fmt: skip
 
     def open(self, file: Path, dtype: DType, threads: int | None = None) -> Runner:
@@ -45,9 +51,8 @@ class Onnx(Format):
 
 
 def _sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
-    """A stable sort, which torch's exporter lacks; ONNX's TopK lets the lower index go first among equals.
-
-    K is a constant, as some runtimes want it.
+    """Sort with ONNX's TopK, where the lower index goes first among equals. K is a constant, as some runtimes want it;
+    torch's own translation computes it, and there is none of a stable sort.
     """
     from onnxscript import opset18
 

@@ -73,7 +73,7 @@ class AdaptiveTokenSampling(Method):
         there = torch.ones_like(tokens.index, dtype=torch.bool) if tokens.size is None else tokens.size > 0
         chosen = drawn(significance(heads, tokens.prefix).detach(), there, step.ranked)  # (B, n)
         shortest, longest = 0, step.leaving
-        if len(chosen) and not torch.compiler.is_compiling():  # one graph for all images has to have one length
+        if not torch.compiler.is_compiling() and len(chosen):  # one graph for all images has to have one length
             shortest, longest = torch.stack(chosen.sum(1).aminmax()).tolist()
         keep = ranking(chosen.float(), descending=True)[:, :longest]  # in order, padding last
         tokens = take(tokens, keep)  # (B, prefix + longest, D)
