@@ -212,9 +212,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     for use in (Ledger(path).rows, Ledger(path).prepare, lambda: Ledger(path).add(row(1))):
-        with pytest.raises(
-            UserError, match=r"\(a device, pipe or socket\); expected the name of a file"
-        ):
+        with pytest.raises(UserError, match=r"\(a device, pipe or socket\); expected the name of a file"):
             use()
     with pytest.raises(UserError, match="a device, pipe or socket"):
         Ledger(Path("/dev/null")).add(row(1))

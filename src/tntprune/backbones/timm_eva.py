@@ -72,7 +72,7 @@ class ReducedEva(ReducedTimm, Eva):  # type: ignore[misc]
         return self.norm_pre(x), rope
 
     def placed(self: Any, places: Turns, index: torch.Tensor) -> Turns:
-        row = index % (places.table.shape[-2] + self.rope_mixed)  # NOWHERE becomes the last
+        row = index % (places.table.shape[-2] + int(self.rope_mixed))  # NOWHERE becomes the last
         if self.rope_mixed:  # each block gathers its own, which no other one can use
             return Turns(places.table, row=row)
         return Turns(places.table, _rows(places.table, row)[:, None])  # (B, 1, n, 2 * head_dim)
