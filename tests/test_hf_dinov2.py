@@ -26,6 +26,13 @@ def test_the_classifier_reads_cls_and_the_mean_of_patches_by_size(kind):
         torch.testing.assert_close(model(images).logits, torch.stack(rows), atol=1e-5, rtol=1e-4)
 
 
+def test_a_backbone_gives_the_hidden_states_that_are_asked_for():
+    model, images = reduce_(make("dinov2_backbone"), ToMe(r=5)), photos_for("dinov2_backbone")
+    with torch.inference_mode():
+        states = model(images, output_hidden_states=[2, -1]).hidden_states
+    assert [state is not None for state in states] == [False, False, True, False, True]
+
+
 @pytest.mark.parametrize("settings", [{}, {"apply_layernorm": False}, {"reshape_hidden_states": False}])
 @pytest.mark.parametrize("registers", [False, True])
 def test_a_backbone_gives_full_maps(registers, settings):

@@ -273,6 +273,43 @@ def test_a_model_reduced_first_and_offloaded_then():
     accelerate.cpu_offload(model, execution_device="cpu")
     torch.testing.assert_close(hf_models.run(model, images), expected)
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    plain = hf_models.make("vit_classifier")
+    model.load_state_dict(plain.state_dict(), strict=False, assign=True)
+    assert torch.equal(hf_models.run(base_of(model), images), hf_models.run(plain, images))
+    assert torch.equal(hf_models.run(restore_(model), images), hf_models.run(plain, images))
+    assert "forward" not in model.vit.layers[0].__dict__
+
+
+def test_twins_of_an_offloaded_model_run_their_own_reduction():
+    pytest.importorskip("accelerate")
+    images = hf_models.photos_for("vit_classifier")
+    model = reduce_(offloaded("vit_classifier"), ToMe(r=5))
+    other, base = reduce_(twin_of(model), CONFIGS["topk"]), base_of(model)
+    for one, expected in ((other, CONFIGS["topk"]), (model, ToMe(r=5)), (base, None)):
+        plain = hf_models.make("vit_classifier")
+        wanted = hf_models.run(plain if expected is None else reduce_(plain, expected), images)
+        torch.testing.assert_close(hf_models.run(one, images), wanted)
+
+
+def test_a_forward_that_is_replaced_later_does_not_stand_for_the_unpruned_model():
+    model = reduce_(make("plain"), ToMe(r=5))
+    images = photos_for(model)
+    model.forward = torch.no_grad()(model.forward)
+    assert torch.equal(run(base_of(model), images), run(make("plain"), images))
+    with pytest.raises(UserError, match=r"cannot be restored: forward .* has been replaced .*del model\.forward"):
+        restore_(model)
+    del model.forward
+    assert torch.equal(run(restore_(model), images), run(make("plain"), images))
+
+
+def test_a_twin_made_while_somebody_records_is_not_recorded():
+    model = reduce_(make("plain"), ToMe(r=5))
+    with record(model) as trace:
+        run(model, photos_for(model))
+        kept = {block: places.clone() for block, places in trace.kept.items()}
+        other = reduce_(twin_of(model), TopK(at=2, keep=0.5))
+        run(other, photos_for(model))
+    assert list(trace.kept) == list(kept) and other.trace is None
 
 
 def test_several_devices_are_refused():
@@ -290,7 +327,8 @@ def test_a_replaced_forward_is_refused(where):
     module = model.get_submodule(where)
     plain = type(module).forward
     module.forward = lambda *args, **kwargs: plain(module, *args, **kwargs)
-    with pytest.raises(UserError, match=r"forward of .* has been replaced by .*lambda.*would bypass"):
+    own = rf"get_submodule\('{where}'\)" if where else "model"
+    with pytest.raises(UserError, match=rf"forward of .* has been replaced by .*lambda.*would bypass.*{own}\.forward"):
         reduce_(model, ToMe(r=5))
     assert not hasattr(model, "reduction")
     del module.forward

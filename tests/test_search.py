@@ -540,6 +540,14 @@ def test_no_simple_schedule_is_cheaper_at_the_same_loss(monkeypatch, large):
     assert "This is block 3 alone, which needs no search." in str(found)
 
 
+@pytest.mark.parametrize("drop", [60.0, 5.0, 0.3])
+def test_late_blocks_that_cannot_reach_half_of_the_cost(monkeypatch, large, drop):
+    """The cheapest schedule may lie near the least that the blocks allow: then nothing cheaper is searched."""
+    monkeypatch.setattr(Graded, "share", lambda self, config: 0.001 if drop > 0.3 else 0.002)
+    found, _ = graded(monkeypatch, large, drop=drop, moves=2, blocks=(5,))
+    assert found.chosen.lost <= drop and found.chosen.cost < found.whole
+
+
 def test_a_loss_that_no_schedule_keeps_is_an_error(monkeypatch, large):
     monkeypatch.setattr(Graded, "share", lambda self, config: 0.5)
     with pytest.raises(

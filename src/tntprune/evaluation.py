@@ -341,9 +341,9 @@ def _batches(model: nn.Module, data: Any, labels: torch.Tensor | None, batch_siz
         backbone.check_images(model, data)
         if labels is not None and not classes:
             raise UsageError("labels were given, but the model has no classes; expected images alone")
-        parts = [None] * len(data) if labels is None else labels.split(batch_size)
         if labels is not None and labels.shape != data.shape[:1]:
             raise UserError(f"labels of shape {tuple(labels.shape)} for {len(data)} images; expected ({len(data)},)")
+        parts = [None] * len(data) if labels is None else labels.split(batch_size)
         data = zip(data.split(batch_size), parts, strict=False)
     elif isinstance(data, Dataset):
         data = DataLoader(data, batch_size=batch_size)

@@ -13,7 +13,16 @@ from torch import nn
 
 from tntprune.backbones.base import find_backbone, refuse_wrapper, tower_of
 from tntprune.backbones.reduced import Reduced
-from tntprune.backbones.swapping import obstacle_in, parts_of, refuse_sharded, running_device, swap, swap_back
+from tntprune.backbones.swapping import (
+    forget_replaced,
+    obstacle_in,
+    parts_of,
+    refuse_sharded,
+    replaced_in,
+    running_device,
+    swap,
+    swap_back,
+)
 from tntprune.config import METHODS, Combination, Config
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.base import Method, implementation
@@ -85,6 +94,8 @@ def restore_(model: Model) -> Model:
     if is_reduced(model):
         backbone = find_backbone(model)
         refuse_sharded(model, "restored")
+        if reason := replaced_in(model, backbone):
+            raise UserError(f"this {type(model).__name__} cannot be restored: {reason}")
         swap_back(model, backbone)
         del tower.reduction
     return model
@@ -106,6 +117,8 @@ def twin_of(model: Model) -> Model:
             return module
         twin = copy.copy(module)
         twin._modules = {**module._modules, **inner}
+        twin.__dict__.pop("traces", None)  # nobody records it
+        forget_replaced(twin)
         return twin
 
     return doubled(model)  # type: ignore[no-any-return]

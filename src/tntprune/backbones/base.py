@@ -159,7 +159,8 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
     """Return a module's class, or the one that it had before FSDP2 sharded it."""
     sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if sharded is not None and isinstance(module, sharded):
-        return type(module).__mro__[2]  # FSDP2 makes a class of its own, and of this one
+        kinds = type(module).__mro__  # FSDP2's own class comes before the one that it was made of
+        return kinds[kinds.index(sharded) + 1]
     return type(module)
 
 

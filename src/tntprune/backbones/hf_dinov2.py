@@ -15,6 +15,7 @@ from tntprune.backbones.base import Costs
 from tntprune.backbones.hf import OpenAttention, OpenLayer, ReducedPooling, ReducedTower, as_asked, mean_by_size
 from tntprune.backbones.hf_adapter import HuggingFace, linears
 from tntprune.backbones.hf_anatomy import Anatomy, Parts
+from tntprune.backbones.reduced import refuse_proxy
 from tntprune.methods.base import Layout
 from tntprune.tokens import Tokens, fill, spread
 
@@ -105,10 +106,11 @@ class _Backbone(_Tower):
         Of a stage come the tokens that its block computed, before those go that are dropped after it; of the last, what
         is left.
         """
+        refuse_proxy(pixel_values)
         wanted = self.check((attention_mask,), kwargs)
         grid, depth = self.grid(pixel_values), len(self.blocks)
         maps: list[torch.Tensor] = []
-        states: list[torch.Tensor] = []
+        states: list[torch.Tensor | None] = []
 
         def add(number: int, tokens: Tokens) -> None:
             if self.stage_names[number] not in self.out_features:
@@ -125,9 +127,9 @@ class _Backbone(_Tower):
                 add(number, tokens)
 
         def left(number: int, tokens: Tokens) -> None:
-            states.append(tokens.x)
+            states.append(tokens.x if number in wanted else None)
             if number == depth:
-                add(number, tokens)
+                add(number, self.joined(tokens))
 
         self.walk(pixel_values, visit=left, made=made)
         out = BackboneOutput(feature_maps=tuple(maps), hidden_states=tuple(states) if wanted else None)

@@ -45,6 +45,19 @@ class Together(torch.autograd.Function):
         return (grad, *zeros)
 
 
+def refuse_proxy(images: Any) -> None:
+    """Refuse the stand-in for images with which torch.fx traces a model.
+
+    Raises:
+        UserError: it is one.
+    """
+    if isinstance(images, torch.fx.Proxy):
+        raise UserError(
+            "torch.fx cannot trace a reduced model, whose tokens it would have to count; expected forward hooks or "
+            f"forward_intermediates to look at inner tokens, or {INSTEAD}"
+        )
+
+
 class Acting(Inside):
     """A block in which a reduction acts, or at which it looks.
 
@@ -211,14 +224,13 @@ class Reduced:
         Raises:
             UserError: torch.fx traces the model.
         """
-        if isinstance(images, torch.fx.Proxy):
-            raise UserError(
-                "torch.fx cannot trace a reduced model, whose tokens it would have to count; expected forward hooks or "
-                f"forward_intermediates to look at inner tokens, or {INSTEAD}"
-            )
-        tokens = self.final(self.walk(images, visit, **options))
+        refuse_proxy(images)
+        return self.joined(self.final(self.walk(images, visit, **options)))
+
+    def joined(self, tokens: Tokens) -> Tokens:
+        """Let every parameter of the reduction have a part in the pass, where several processes train together."""
         if torch.is_grad_enabled() and torch.distributed.is_available() and torch.distributed.is_initialized():
-            tokens = replace(tokens, x=Together.apply(tokens.x, *self.reduction.parameters()))
+            return replace(tokens, x=Together.apply(tokens.x, *self.reduction.parameters()))
         return tokens
 
     def warn(self) -> None:

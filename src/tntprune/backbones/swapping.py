@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial, update_wrapper
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,13 +37,30 @@ def parts_of(model: nn.Module, backbone: Backbone) -> Iterator[nn.Module]:
 
 def turn(module: Any, kind: type[nn.Module]) -> None:
     """Change a module's class. An accelerate hook on it goes on calling its forward, which is another one now."""
-    if kind is type(module):
-        return
-    module.__class__ = kind
+    if kind is not type(module):
+        if _is_leftover(module):
+            del module.forward
+        module.__class__ = kind
+        rebind(module)
+
+
+def rebind(module: Any) -> None:
+    """Let an accelerate hook on a module, if there is one, call this module's forward, as its class has it now."""
     if _is_hooked(module):
         around = module.__dict__["forward"]
-        module._old_forward = MethodType(kind.forward, module)
+        module._old_forward = MethodType(type(module).forward, module)
         module.forward = update_wrapper(partial(around.func, module), module._old_forward)
+
+
+def forget_replaced(module: Any) -> None:
+    """Give a copy of a module the methods of its class again, where somebody replaced them on the original.
+
+    They would call the original. Hooks of accelerate stay, and call the copy.
+    """
+    rebind(module)
+    for method in REPLACED:
+        if method != "forward" or not _is_hooked(module):
+            module.__dict__.pop(method, None)
 
 
 def obstacle_in(model: nn.Module, backbone: Backbone) -> str | None:
@@ -54,19 +71,11 @@ def obstacle_in(model: nn.Module, backbone: Backbone) -> str | None:
         backbone: Its adapter.
     """
     for module in parts_of(model, backbone):
-        name = next((name for name, part in model.named_modules() if part is module), "")
-        where = f"{name or 'the model'} ({type(module).__name__})"
         if kind_of(module) is not type(module):
+            where = f"{_name(module, model) or 'the model'} ({type(module).__name__})"
             return f"{where} has been sharded by fully_shard; expected tntprune.reduce_ first, and fully_shard then"
-        for method in REPLACED:
-            given = module.__dict__.get(method)
-            if given is None or (method == "forward" and _is_hooked(module)):
-                continue
-            by = f"{getattr(given, '__module__', '?')}.{getattr(given, '__qualname__', type(given).__name__)}"
-            return (
-                f"{method} of {where} has been replaced by {by}, which would bypass the reduction; "
-                f"expected tntprune.reduce_ first, or a model whose own {method} is there (del model.{method})"
-            )
+    if reason := replaced_in(model, backbone):
+        return reason
     devices = {str(device) for device in _devices(backbone.tower(model))}
     if len(devices) > 1:
         return (
@@ -74,6 +83,38 @@ def obstacle_in(model: nn.Module, backbone: Backbone) -> str | None:
             "block to block on one; expected one device, with weights that do not fit offloaded to the CPU or the disk"
         )
     return None
+
+
+def replaced_in(model: nn.Module, backbone: Backbone) -> str | None:
+    """Return which method was replaced on this one model, so that its class does not say what is run; else None.
+
+    Args:
+        model: A model, reduced or not.
+        backbone: Its adapter.
+    """
+    for module in parts_of(model, backbone):
+        for method in REPLACED:
+            given = module.__dict__.get(method)
+            if given is None or (method == "forward" and (_is_hooked(module) or _is_leftover(module))):
+                continue
+            name = _name(module, model)
+            by = f"{getattr(given, '__module__', '?')}.{getattr(given, '__qualname__', type(given).__name__)}"
+            own = f"model.get_submodule({name!r})" if name else "model"
+            return (
+                f"{method} of {name or 'the model'} ({type(module).__name__}) has been replaced by {by}, which would "
+                f"bypass the reduction; expected the method of its class (del {own}.{method})"
+            )
+    return None
+
+
+def _name(module: nn.Module, model: nn.Module) -> str:
+    return next((name for name, part in model.named_modules() if part is module), "")
+
+
+def _is_leftover(module: Any) -> bool:
+    """Whether its class's forward stands on the instance too, as accelerate leaves it when it removes its hooks."""
+    given, kind = module.__dict__.get("forward"), cast(Any, type(module))
+    return isinstance(given, MethodType) and given.__self__ is module and given.__func__ is kind.forward
 
 
 def refuse_sharded(model: nn.Module, verb: str) -> None:

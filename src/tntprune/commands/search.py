@@ -133,8 +133,10 @@ def search(
     if wanted.timed:
         about |= {"batch_size": batch_size, "dtype": dtype}
     picture = out.with_suffix(".png")
-    for file in (out, picture, *([] if curve is None else [curve])):
+    for file in (out, picture):
         check_output(file)
+    if curve is not None:
+        check_output(curve, [out, picture])
     blank(1, 1)  # what is not installed is told now, and not in ten minutes
     with ExitStack() as claims:
         claims.enter_context(claimed(out))

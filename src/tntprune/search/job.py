@@ -104,6 +104,10 @@ class Job:
         """Verify the simple schedules at a limit, then the best that a search finds at it and near it."""
         self.verify_simple(limit, late=True)
         ranked = self._ranked(limit)
+        if not ranked:
+            raise UserError(
+                f"no schedule of {self.space.template.method} meets {self.wanted}; expected a larger budget"
+            )
         for place, one in enumerate(ranked[:FINALISTS]):
             if place == 0 or not self.clock.over():
                 self.verify(one)
@@ -148,11 +152,14 @@ class Job:
             return best
         below = first if best is None else CHEAPER * best.cost
         ranked = self._ranked(below)
+        while not ranked and best is None and top - below > FINE * self.whole:  # the blocks allow no such cost
+            below = (below + top) / 2
+            ranked = self._ranked(below)
         for place, one in enumerate(ranked[:FINALISTS]):
             if place == 0 or not self.scout.hurry():
                 self._holding([one])
         pool = [one.schedule.shape for one in ranked[:POOL]]
-        if not self.scout.hurry():
+        if pool and not self.scout.hurry():
             self._descend(lambda limit: self._holding(self._improved(pool, limit)), top, below)
         return self.cheapest()
 
@@ -196,7 +203,8 @@ class Job:
         """
         best = self.cheapest()
         high = top if best is None else best.cost
-        low, limit = min(FLOOR * self.whole, first / 2), first
+        low = min(FLOOR * self.whole, first / 2)
+        limit = first if first < high else (low + high) / 2
         while True:
             point = find(limit)
             low, high = (low, point.cost) if point is not None else (limit, high)
@@ -257,12 +265,10 @@ class Job:
         )
 
     def _ranked(self, limit: float) -> list[Tried]:
-        """Return the best schedule at a limit, improved, before the best of the family."""
+        """Return the best schedule at a limit, improved, before the best of the family; none if none can meet it."""
         tried = self.scout.fitted(family(self.space), limit)
         if not tried:
-            raise UserError(
-                f"no schedule of {self.space.template.method} meets {self.wanted}; expected a larger budget"
-            )
+            return []
         ranked = self.scout.rounds(tried)
         best = self.scout.improve(ranked[0], limit, self.moves)
         return [best, *(one for one in ranked if one is not best)]
