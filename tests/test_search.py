@@ -624,6 +624,15 @@ def test_the_user_is_told_when_the_photos_cannot_judge():
     assert "is right on all" not in str(other)
 
 
+def test_a_budget_that_ruins_the_model_is_told():
+    sure = {"schedules": 4, "kl_rank": 1.0}
+    (ruined,) = doubts(point(9, 0.2, lost=84.5), budget(speedup=2.0), 5000, sure)
+    assert "loses 84 points" in ruined and "larger --batch-size" in ruined
+    (ruined,) = doubts(point(9, 0.2, lost=84.5), budget(macs=0.1), 5000, sure)
+    assert "Use a larger budget." in ruined
+    assert not doubts(point(9, 0.2, lost=5.0), budget(speedup=2.0), 5000, sure)
+
+
 def test_a_rank_correlation_is_only_spoken_of_where_it_is_low():
     wanted = budget(macs=0.5)
     for rank, words in ((0.49, ["rank correlation 0.49, expected 0.5 or more"]), (0.5, [])):

@@ -6,6 +6,7 @@ from tntprune.search.budget import Budget, points
 from tntprune.search.interval import least_photos
 from tntprune.search.points import Point
 
+RUINED = 20.0  # points that nobody means to lose
 TRUSTED = 0.5  # rank correlation from which the two halves of the photos agree well enough
 
 
@@ -23,6 +24,11 @@ def doubts(chosen: Point, wanted: Budget, photos: int, proxy: dict[str, float]) 
         found.append(
             f"The unpruned model is right on all {photos} photos; it was probably trained on them. It will lose more "
             "on new photos. Search on labelled photos that it has not seen."
+        )
+    if most is None and chosen.lost > RUINED:
+        batch = " or a larger --batch-size, where tokens take more of the time" if wanted.timed else ""
+        found.append(
+            f"The plan loses {chosen.lost:.0f} points: nothing usable costs so little. Use a larger budget{batch}."
         )
     if most is not None and known["lost_high"] > most >= chosen.lost - 1e-9:
         least = least_photos(most)
