@@ -203,6 +203,12 @@ def tower_of(model: nn.Module) -> nn.Module:
     return model if adapter is None else adapter.tower(model)
 
 
+def holder_names(tower: nn.Module) -> set[str]:
+    """Return the names under which the models of its family hold a tower."""
+    adapter = _knowing(tower)
+    return set() if adapter is None else set(adapter.holders.values())
+
+
 def _knowing(model: nn.Module) -> Backbone | None:
     """Asks only the adapters of the package that the model's class comes from, so that no other one is imported."""
     for package in {kind.__module__.split(".")[0] for kind in type(model).__mro__}:

@@ -19,7 +19,7 @@ from tntprune.attention import Heads
 from tntprune.backbones.base import tower_of
 from tntprune.backbones.blocks import Inside, OpenBlock
 from tntprune.backbones.hf_anatomy import Anatomy, Parts
-from tntprune.backbones.reduced import Reduced, Visit
+from tntprune.backbones.reduced import Reduced
 from tntprune.checkpoint import save
 from tntprune.errors import UserError
 from tntprune.reduce import base_of
@@ -157,10 +157,11 @@ class ReducedTower(ReducedModel, Reduced):
         """
         wanted = self.check(masks, flags or {})
         states: list[torch.Tensor | None] = []
-        visit: Visit | None = None
-        if wanted:
-            visit = lambda number, tokens: states.append(tokens.x if number in wanted else None)  # noqa: E731
-        tokens = self.final_tokens(pixel_values, visit, **options)
+
+        def note(number: int, tokens: Tokens) -> None:
+            states.append(tokens.x if number in wanted else None)
+
+        tokens = self.final_tokens(pixel_values, note if wanted else None, **options)
         out = BaseModelOutputWithPooling(
             last_hidden_state=tokens.x,
             pooler_output=self.pooled(tokens) if pools else None,

@@ -56,7 +56,6 @@ class CLIPVisionModel(ReducedTower, clip.CLIPVisionModel):  # type: ignore[misc]
     """A CLIPVisionModel whose forward drops or merges tokens."""
 
     anatomy = ANATOMY
-    known_as = ("vision_model",)
 
     def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
         return self.pre_layrnorm(super().embed(images, **options)[0]), None

@@ -63,7 +63,6 @@ class Dinov2WithRegistersAttention(OpenAttention, registers.Dinov2WithRegistersA
 
 class _Tower(ReducedTower):
     anatomy = ANATOMY
-    known_as = ("dinov2", "dinov2_with_registers")
 
     def final(self: Any, tokens: Tokens) -> Tokens:
         return replace(tokens, x=self.layernorm(tokens.x))

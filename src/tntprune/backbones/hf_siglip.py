@@ -50,7 +50,6 @@ class SiglipVisionModel(ReducedTower, siglip.SiglipVisionModel):  # type: ignore
     """A SiglipVisionModel whose forward drops or merges tokens."""
 
     anatomy = ANATOMY
-    known_as = ("vision_model",)
 
     def final(self, tokens: Tokens) -> Tokens:
         return replace(tokens, x=self.post_layernorm(tokens.x))

@@ -58,7 +58,6 @@ class DeiTAttention(OpenAttention, deit.DeiTAttention):  # type: ignore[misc]
 
 class _Tower(ReducedTower):
     anatomy = ANATOMY
-    known_as = ("vit", "deit")
 
     def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
         return super().embed(images.to(ANATOMY.patch(self).weight.dtype), **options)

@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from threading import get_ident
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tntprune.attention import Heads
+from tntprune.backbones.base import holder_names
 from tntprune.backbones.blocks import Inside, OpenBlock
 from tntprune.errors import UserError, UserNote
 from tntprune.methods.base import Method, Plan
@@ -67,18 +68,20 @@ class Acting(Inside):
         number: The block's number, from 1.
         plan: What the reduction does in this pass.
         bias: See `Inside`.
+        whole_map: Whether the reduction works on the whole attention map.
         trace: Where the tokens are counted that enter the MLP, or None.
     """
 
     def __init__(
-        self, tokens: Tokens, reduction: Method, number: int, plan: Plan, bias: torch.Tensor | None, trace: Trace | None
-    ) -> None:
+        self, tokens: Tokens, reduction: Method, number: int, plan: Plan, bias: torch.Tensor | None,
+        whole_map: bool, trace: Trace | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(tokens, bias)
-        self.reduction, self.number, self.plan, self.trace = reduction, number, plan, trace
+        self.reduction, self.number, self.plan, self.whole_map, self.trace = reduction, number, plan, whole_map, trace
 
     def attend(self, heads: Heads) -> torch.Tensor:
         assert self.tokens is not None
-        if self.reduction.sees(self.number, self.plan) == "map":
+        if self.whole_map:
             heads = replace(heads, attention=heads.map())
         self.heads = heads
         return self.reduction.attend(heads, self.tokens)
@@ -95,7 +98,6 @@ class Reduced:
     """What the reduced class of every family has besides its family's own class."""
 
     reduction: Method
-    known_as: ClassVar[tuple[str, ...]] = ()  # the names under which a model of its family holds it
     traces: dict[int, Trace] | None = None  # by thread: where `record` wants to know what is kept
     blocks: nn.Sequential
     num_prefix_tokens: int
@@ -116,7 +118,7 @@ class Reduced:
             UserNote: the state dict is that of a model that tntprune does not know.
         """
         inside = [name for name in prefix.split(".") if name not in ("", "module", "_orig_mod")]
-        if inside and ".".join(inside) not in self.known_as:
+        if inside and ".".join(inside) not in holder_names(self):  # type: ignore[arg-type]
             warnings.warn(
                 f"a model is saved that holds a reduced one ({'.'.join(inside)}): the reduction's config is not in its "
                 "state dict; save it too, with tntprune.save(the reduced model, folder)",
@@ -339,6 +341,6 @@ class Reduced:
             if self.trace is not None:
                 self.trace.count(tokens)
             return out, reduction(out, Place(number), plan)
-        inside = Acting(tokens, reduction, number, plan, bias, self.trace)
+        inside = Acting(tokens, reduction, number, plan, bias, sees == "map", self.trace)
         out = inside.left(self.run(number, tokens.x, places, inside))
         return out, reduction(out, Place(number), plan, inside.heads)

@@ -17,10 +17,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from tntprune.attention import Heads
 from tntprune.backbones.base import find_backbone, tower_of
-from tntprune.backbones.blocks import Inside
-from tntprune.backbones.reduced import Reduced
+from tntprune.backbones.reduced import Acting, Reduced
 from tntprune.bench.backends import DTYPES, check_settings
 from tntprune.bench.clock import in_turns
 from tntprune.bench.run import cast, inputs
@@ -28,7 +26,6 @@ from tntprune.config import Config, Random
 from tntprune.environment import surroundings
 from tntprune.errors import UsageError
 from tntprune.fingerprint import identity
-from tntprune.methods.base import Method
 from tntprune.reduce import base_of, device_of, reduce_, reduction_of, twin_of
 from tntprune.search.costs import Line, Part
 from tntprune.search.curve import LatencyCurve, attention
@@ -184,19 +181,6 @@ def _first(tokens: Tokens, count: int, kind: str) -> Tokens:
     return replace(tokens, x=tokens.x[:, :last].contiguous(), index=index, size=size)
 
 
-class _Timed(Inside):
-    """One block's attention as a reduction has it, with the whole attention map if that is asked for."""
-
-    def __init__(self, reduction: Method, tokens: Tokens, number: int, whole_map: bool) -> None:
-        super().__init__(tokens, reduction.bias(tokens, number))
-        self.reduction, self.whole_map = reduction, whole_map
-
-    def attend(self, heads: Heads) -> torch.Tensor:
-        assert self.tokens is not None
-        heads = replace(heads, attention=heads.map()) if self.whole_map else heads
-        return self.reduction.attend(heads, self.tokens)
-
-
 def _chain(tower: Reduced, kind: str, tokens: Tokens, everywhere: Any) -> Call:
     """All blocks, or one half of each, one after the other on so many tokens."""
     places = None if everywhere is None else tower.placed(everywhere, tokens.index)
@@ -215,7 +199,7 @@ def _chain(tower: Reduced, kind: str, tokens: Tokens, everywhere: Any) -> Call:
     def first() -> None:
         x = tokens.x
         for number in numbers:
-            inside = _Timed(tower.reduction, tokens, number, "map" in kind)
+            inside = Acting(tokens, tower.reduction, number, {}, tower.reduction.bias(tokens, number), "map" in kind)
             x = tower.opened(number).attention_half(x, inside, **tower.context(number, places, True))
 
     return {"whole": whole, "mlp": mlp}.get(kind, first)
