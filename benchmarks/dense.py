@@ -17,11 +17,11 @@ from tqdm import tqdm
 
 from stamps import written
 from tntprune import Random, ToMe, features, load_, record, reduce_
-from tntprune.data import Photos, all_photos, collate, transform_for
-from tntprune.environment import stamp
-from tntprune.models import load_model
-from tntprune.storage import write
-from tntprune.tokens import order
+from tntprune.backbones.models import load_model
+from tntprune.data.folders import Photos, all_photos, collate, transform_for
+from tntprune.ops.tokens import order
+from tntprune.system.environment import stamp
+from tntprune.system.storage import write
 
 MODEL = "vit_tiny_patch16_224"
 HEAD = "| method | keep | stayed | merged | dropped | all | dropped, with zeros | dropped, from a shuffled place |"

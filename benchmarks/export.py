@@ -22,14 +22,14 @@ from torch import nn
 
 from stamps import written
 from tntprune import TNT, load_, macs, reduce_
-from tntprune.bench.clock import in_turns
-from tntprune.data import labelled_photos
-from tntprune.environment import stamp
+from tntprune.backbones.models import load_model
+from tntprune.data.folders import labelled_photos
 from tntprune.exporters.base import Runner, find_format
 from tntprune.exporters.export import export, reopen
 from tntprune.exporters.samples import chosen, read
-from tntprune.models import load_model
-from tntprune.storage import write
+from tntprune.system.clock import in_turns
+from tntprune.system.environment import stamp
+from tntprune.system.storage import write
 
 FAST, RIGHT = "deit_small_distilled_patch16_224", "vit_tiny_patch16_224"
 CONFIG = TNT(at=3, keep=0.5, similar=25)

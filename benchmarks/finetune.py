@@ -21,19 +21,19 @@ from torch import nn
 
 from stamps import written
 from tntprune import TNT, load_, macs, reduce_
-from tntprune.config import to_dict
-from tntprune.data import labelled_photos
-from tntprune.environment import stamp
-from tntprune.evaluation import evaluate
-from tntprune.images import find_images
-from tntprune.jobs import train_folder
-from tntprune.models import load_model
-from tntprune.options import config_from_text
-from tntprune.recipes import Recipe
-from tntprune.reduce import reduction_of
-from tntprune.runfolder import ended
-from tntprune.storage import make_folder, write
-from tntprune.training import Training
+from tntprune.analysis.evaluate import evaluate
+from tntprune.backbones.attach import reduction_of
+from tntprune.backbones.models import load_model
+from tntprune.cli.options import config_from_text
+from tntprune.data.folders import labelled_photos
+from tntprune.data.images import find_images
+from tntprune.methods import to_dict
+from tntprune.system.environment import stamp
+from tntprune.system.storage import make_folder, write
+from tntprune.training.config import Training
+from tntprune.training.jobs import train_folder
+from tntprune.training.recipes import Recipe
+from tntprune.training.run_folder import ended
 
 MODEL = "vit_tiny_patch16_224"
 SETTINGS = ("tnt at=3 keep=0.35", "tnt at=3 keep=0.25")

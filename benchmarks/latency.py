@@ -17,13 +17,13 @@ from tqdm import tqdm
 
 from stamps import written
 from tntprune import TNT, Random, ToMe
+from tntprune.backbones.models import random_model
 from tntprune.bench.candidates import described
-from tntprune.bench.run import bench
-from tntprune.config import Config
-from tntprune.environment import stamp
-from tntprune.models import random_model
+from tntprune.bench.measure import bench
+from tntprune.methods import Config
 from tntprune.search.latency import measure_latency
-from tntprune.storage import write
+from tntprune.system.environment import stamp
+from tntprune.system.storage import write
 
 MODEL = "vit_tiny_patch16_224"
 WANTED = 10  # percent that a prediction may be off

@@ -20,15 +20,15 @@ import tyro
 
 from stamps import written
 from tntprune import TNT, reduce_
-from tntprune.augment import PRESETS, Augmentation
-from tntprune.batches import WHOLE, Pair, PhotoSource, Share, Source, TensorSource
-from tntprune.data import Photos, all_photos, default_workers, transform_for
-from tntprune.environment import stamp
-from tntprune.mixing import mixer_for
-from tntprune.storage import write
-from tntprune.train import fit
-from tntprune.trainer import Trainer
-from tntprune.training import Training
+from tntprune.data.augment import PRESETS, Augmentation
+from tntprune.data.batches import WHOLE, Pair, PhotoSource, Share, Source, TensorSource
+from tntprune.data.folders import Photos, all_photos, default_workers, transform_for
+from tntprune.data.mixing import mixer_for
+from tntprune.system.environment import stamp
+from tntprune.system.storage import write
+from tntprune.training.calibrate import fit
+from tntprune.training.config import Training
+from tntprune.training.trainer import Trainer
 
 MODELS = {"ViT-Tiny": "vit_tiny_patch16_224", "DeiT-S": "deit_small_distilled_patch16_224"}
 

@@ -32,8 +32,8 @@ from method_lab import Lab
 from method_page import write_page
 from method_plans import LATER, SINGLE, WHOLE, efforts, schedules, variants
 from tntprune import ToMe
-from tntprune.config import from_dict
-from tntprune.plan import read_plan
+from tntprune.methods import from_dict
+from tntprune.serialization.plan import read_plan
 
 SEEDS = (0, 1, 2, 3, 4)
 

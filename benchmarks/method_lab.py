@@ -14,19 +14,20 @@ from tqdm import tqdm
 
 from method_plans import Variant
 from tntprune import load_, macs, reduce_
-from tntprune.augment import LIGHT
-from tntprune.batches import PhotoSource
-from tntprune.checkpoint import FILE, read
-from tntprune.config import Config, to_dict
-from tntprune.data import Photo, Photos, collate, labelled_photos, transform_for
-from tntprune.environment import stamp
-from tntprune.models import load_model
-from tntprune.reduce import inherit, reduction_of
-from tntprune.runfolder import ended
-from tntprune.runlog import read_log
-from tntprune.runs import train_run
-from tntprune.storage import make_folder, write
-from tntprune.training import Training
+from tntprune.backbones.attach import reduction_of
+from tntprune.backbones.models import load_model
+from tntprune.data.augment import LIGHT
+from tntprune.data.batches import PhotoSource
+from tntprune.data.folders import Photo, Photos, collate, labelled_photos, transform_for
+from tntprune.methods import Config, to_dict
+from tntprune.methods.learned import inherit
+from tntprune.serialization.checkpoint import FILE, read
+from tntprune.system.environment import stamp
+from tntprune.system.storage import make_folder, write
+from tntprune.training.config import Training
+from tntprune.training.run_folder import ended
+from tntprune.training.run_log import read_log
+from tntprune.training.runs import train_run
 
 MODEL = "vit_tiny_patch16_224"
 Learned = dict[str, torch.Tensor]

@@ -11,8 +11,8 @@ from typing import Any
 
 from method_plans import SINGLE, efforts, variants
 from stamps import written
-from tntprune.storage import make_folder, write
-from tntprune.training import Training
+from tntprune.system.storage import make_folder, write
+from tntprune.training.config import Training
 
 Figures = dict[str, dict[str, Any]]
 BUDGETS = ("0.924", "0.731", "0.622", "0.510")

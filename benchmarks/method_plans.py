@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tntprune import TNT
-from tntprune.checkpoint import read
-from tntprune.config import Config
+from tntprune.methods import Config
+from tntprune.serialization.checkpoint import read
 
 KEEPS = (0.5, 0.35, 0.25)
 EVERYWHERE = TNT(at=tuple(range(1, 13)), inside=True, metric="mean", keep=1.0)

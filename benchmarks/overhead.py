@@ -25,14 +25,14 @@ from tqdm import tqdm
 
 from stamps import written
 from tntprune import ATS, TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, ZeroTPrune, reduce_
-from tntprune.attention import Heads
-from tntprune.bench.clock import keep_memory
-from tntprune.config import Config
-from tntprune.environment import stamp
+from tntprune.analysis.speed_bound import Slicing, beside
+from tntprune.backbones.attach import reduction_of
+from tntprune.methods import Config
 from tntprune.methods.base import Method
-from tntprune.oracle import Slicing, beside
-from tntprune.reduce import reduction_of
-from tntprune.storage import write
+from tntprune.ops.attention import Heads
+from tntprune.system.clock import keep_memory
+from tntprune.system.environment import stamp
+from tntprune.system.storage import write
 
 MODEL = "deit_small_distilled_patch16_224"
 METHODS: dict[str, tuple[Config, float]] = {  # with the most that its own time may be, in percent

@@ -19,13 +19,13 @@ from PIL import Image
 
 from stamps import written
 from tntprune.paper import page
+from tntprune.paper.agenda import make_plan
 from tntprune.paper.compare import Measured
 from tntprune.paper.figures import map_file
-from tntprune.paper.plan import make_plan
-from tntprune.paper.run import RESULTS, Options, run
+from tntprune.paper.reproduce import RESULTS, Options, run
 from tntprune.paper.trainings import spent
-from tntprune.precision import Precision
-from tntprune.storage import make_folder, write
+from tntprune.system.precision import Precision
+from tntprune.system.storage import make_folder, write
 
 MODEL = "vit_tiny_patch16_224"
 TEMPLATE = Path(__file__).with_suffix(".md")

@@ -27,18 +27,18 @@ from tqdm import tqdm
 
 from stamps import written
 from tntprune import TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, UserError, ZeroTPrune, reduce_
+from tntprune.backbones.attach import base_of, reduction_of
 from tntprune.backbones.base import find_backbone
 from tntprune.bench.backends import difference, first_run, prepared
-from tntprune.bench.curve import Point, latency_curve
-from tntprune.bench.plot import plot
+from tntprune.bench.latency_curve import Point, latency_curve
+from tntprune.bench.measure import bench
 from tntprune.bench.rows import Row
-from tntprune.bench.run import bench
-from tntprune.config import Config
-from tntprune.environment import stamp
-from tntprune.reduce import base_of, reduction_of
-from tntprune.storage import write
-from tntprune.trainer import Trainer, learning
-from tntprune.training import Training
+from tntprune.methods import Config
+from tntprune.report.bench_plot import plot
+from tntprune.system.environment import stamp
+from tntprune.system.storage import write
+from tntprune.training.config import Training
+from tntprune.training.trainer import Trainer, learning
 
 MODEL = "deit_small_distilled_patch16_224"
 CONFIG = TNT(at=3, keep=0.5, similar=25)

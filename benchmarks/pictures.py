@@ -13,8 +13,8 @@ import tyro
 from PIL import Image
 
 from tntprune import load_
-from tntprune.draw import photo_maps, sheet, write_picture
-from tntprune.models import load_model
+from tntprune.backbones.models import load_model
+from tntprune.report.draw import photo_maps, sheet, write_picture
 
 PHOTOS = ("chelsea", "rocket")
 

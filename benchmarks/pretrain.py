@@ -21,11 +21,11 @@ from PIL import Image, ImageDraw
 
 from stamps import written
 from tntprune import Random, load_, macs, reduce_
-from tntprune.data import labelled_photos
-from tntprune.environment import stamp
-from tntprune.evaluation import evaluate
-from tntprune.models import load_model
-from tntprune.storage import write
+from tntprune.analysis.evaluate import evaluate
+from tntprune.backbones.models import load_model
+from tntprune.data.folders import labelled_photos
+from tntprune.system.environment import stamp
+from tntprune.system.storage import write
 
 COLOURS = {"blue": (40, 80, 230), "green": (40, 170, 60), "red": (220, 50, 40)}
 SHAPES = ("cross", "disc", "ring", "square")

@@ -19,17 +19,17 @@ import tyro
 
 from stamps import written
 from tntprune import load_, reduce_, save
-from tntprune.card import curve_table
-from tntprune.checkpoint import FILE, made_by
-from tntprune.curve import measure_curve
-from tntprune.environment import stamp
-from tntprune.fingerprint import TOLERANCE, full_name, identity
-from tntprune.models import load_model
-from tntprune.runfolder import ended
-from tntprune.storage import write
+from tntprune.analysis.accuracy_curve import measure_curve
+from tntprune.backbones.models import load_model
+from tntprune.serialization.card import curve_table
+from tntprune.serialization.checkpoint import FILE, made_by
+from tntprune.serialization.fingerprint import TOLERANCE, full_name, identity
+from tntprune.system.environment import stamp
+from tntprune.system.storage import write
+from tntprune.training.run_folder import ended
 
 MODEL = "vit_tiny_patch16_224"
-SHIPPED = Path("src/tntprune/pretrained")
+SHIPPED = Path("src/tntprune/assets/pretrained")
 KEEP = 0.5  # of what is shipped
 OPTIONS = ["--method", "tnt", "--at", "3", "--noise-blocks", "1", "2", "3", "4", "5", "--epochs", "10"]
 
@@ -40,7 +40,7 @@ def train(data: Path, run: Path) -> str:
     command = ["train", MODEL, *options, *OPTIONS, "--out"]
     if not ended(run):
         resume = ["--resume"] if run.exists() else []
-        subprocess.run([sys.executable, "-m", "tntprune.cli", *command, str(run), *resume], check=True)
+        subprocess.run([sys.executable, "-m", "tntprune", *command, str(run), *resume], check=True)
     return "tntprune " + shlex.join(command).replace(str(data), "DATA") + " RUN"
 
 

@@ -42,14 +42,14 @@ from tntprune import (
     reduce_,
     restore_,
 )  # fmt: skip
-from tntprune.bench.clock import keep_memory
-from tntprune.config import Config, options, to_dict
-from tntprune.data import Photos, collate, input_mode, labelled_photos, transform_for
-from tntprune.environment import stamp
-from tntprune.evaluation import Tally
-from tntprune.models import load_model
-from tntprune.precision import exact_head_
-from tntprune.storage import write
+from tntprune.analysis.evaluate import Tally
+from tntprune.backbones.models import load_model
+from tntprune.data.folders import Photos, collate, input_mode, labelled_photos, transform_for
+from tntprune.methods import Config, options, to_dict
+from tntprune.system.clock import keep_memory
+from tntprune.system.environment import stamp
+from tntprune.system.precision import exact_head_
+from tntprune.system.storage import write
 
 MODEL = "vit_tiny_patch16_224"
 KEEP = (0.8, 0.7, 0.6, 0.5, 0.35, 0.25)  # after block 3
@@ -245,7 +245,7 @@ def train(data: Path, out: Path) -> dict[str, float]:
     for name, chosen in TRAININGS.items():
         run = out / name
         command = [
-            sys.executable, "-m", "tntprune.cli", "train", MODEL, "--weights", str(data / f"{MODEL}.safetensors"),
+            sys.executable, "-m", "tntprune", "train", MODEL, "--weights", str(data / f"{MODEL}.safetensors"),
             "--data", str(data / "calibration-1000" / "images"), *chosen, "--out", str(run),
         ]  # fmt: skip
         tqdm.write(f"training {name}", file=sys.stderr)  # one that has ended, with the same options, ends at once

@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 from stamps import written
 from tntprune import UserError
-from tntprune.environment import stamp
-from tntprune.storage import read_weights, write
+from tntprune.system.environment import stamp
+from tntprune.system.storage import read_weights, write
 
 CLASSES, SIDE, MODEL = 1000, 48, "test_vit"
 FEW, MANY = 2, 8  # photos a class

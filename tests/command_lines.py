@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 import tyro
 
-from tntprune import cli
-from tntprune.config import METHODS, options
+from tntprune.cli import commands
+from tntprune.cli import main as cli
+from tntprune.methods import METHODS, options
 
 CHEAP = {  # so that a valid line ends within seconds
     "--epochs": "1", "--minutes": "0.01", "--moves": "1", "--rounds": "3", "--workers": "0", "--limit": "8",
@@ -81,7 +82,7 @@ def flags_of(command: str) -> tuple[Flag, ...]:
     """Read the flags of a command from its parser."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of get_parser, for which tyro has nothing else yet
-        parser = tyro.extras.get_parser(cli.COMMANDS[command], config=cli.PARSING)
+        parser = tyro.extras.get_parser(commands.COMMANDS[command], config=cli.PARSING)
     return tuple(
         Flag(
             (action.option_strings or [""])[-1], action.dest.rpartition(".")[2], str(action.metavar),
@@ -141,7 +142,7 @@ class Things:
 
 def line(things: Things, draw: random.Random) -> list[str]:
     """Draw one command line."""
-    names = list(cli.COMMANDS)
+    names = list(commands.COMMANDS)
     (command,) = draw.choices(names, [WEIGHT.get(name, 1.0) for name in names])
     flags = flags_of(command)
     words: list[list[str]] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tntprune.config import TNT, Config, Random, ToMe, TopK, to_dict
-from tntprune.results import Row, Setting
+from tntprune.methods import TNT, Config, Random, ToMe, TopK, to_dict
+from tntprune.sweep.results import Row, Setting
 
 IMAGES = 1000
 BASE = 10_000_000_000

@@ -8,7 +8,9 @@ import socket
 from typing import Any
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tntprune.runs", "tntprune.jobs", "tntprune.sweep", "timm", "accelerate"])
+processes.set_forkserver_preload(
+    ["tntprune.training.runs", "tntprune.training.jobs", "tntprune.sweep", "timm", "accelerate"]
+)
 
 
 def free_port() -> int:
@@ -25,7 +27,7 @@ def _one(rank: int, size: int, port: int, work: Any, arguments: tuple[Any, ...])
     import torch
 
     torch.set_num_threads(1)
-    from tntprune.world import join
+    from tntprune.system.distributed import join
 
     world = join("cpu")
     try:

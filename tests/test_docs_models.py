@@ -9,8 +9,8 @@ import torch
 
 import tntprune
 from hf_models import DINO, WORDS, make, transformers
+from tntprune.backbones.attach import is_reduced
 from tntprune.backbones.base import FAMILIES, _adapters
-from tntprune.reduce import is_reduced
 
 PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -28,7 +28,7 @@ class Auto:
 
 def test_the_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tntprune.training.STEPS", 5)
+    monkeypatch.setattr("tntprune.training.config.STEPS", 5)
     dino = {**DINO, "num_hidden_layers": 12}
     names = {
         "tntprune": tntprune, "images": torch.randn(2, 3, 32, 32), "words": WORDS,

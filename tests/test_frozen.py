@@ -18,12 +18,12 @@ import torch
 import conftest
 import hf_models
 import tntprune
-from test_methods import CONFIGS
+from configs import CONFIGS
+from tntprune.analysis.record import record
+from tntprune.backbones.attach import reduction_of
 from tntprune.backbones.base import find_backbone
-from tntprune.config import TNT, AViT, DynamicViT, EViT
-from tntprune.methods.base import implementation
-from tntprune.reduce import reduce_, reduction_of, restore_
-from tntprune.trace import record
+from tntprune.methods import TNT, AViT, DynamicViT, EViT, implementation
+from tntprune.reduce import reduce_, restore_
 
 FILE = Path(__file__).with_name("frozen.json")
 FREEZE = bool(os.environ.get("TNTPRUNE_FREEZE"))

@@ -12,8 +12,8 @@ import timm
 import torch
 from PIL import Image
 
-from tntprune.cli import COMMANDS as COMMANDS_OF_THE_PROGRAM
-from tntprune.cli import _parse, main
+from tntprune.cli.commands import COMMANDS as COMMANDS_OF_THE_PROGRAM
+from tntprune.cli.main import _parse, main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -43,7 +43,7 @@ def test_commands_that_need_no_weights_run(command, capsys):
 @pytest.mark.slow
 def test_the_commands_that_need_photos_run_in_order(data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tntprune.training.STEPS", 2)
+    monkeypatch.setattr("tntprune.training.config.STEPS", 2)
     photos = sorted((data / "calibration-1000" / "images").glob("*/*.jpg"))[:12]
     for photo in photos:
         target = tmp_path / "PHOTOS" / photo.parent.name
@@ -69,7 +69,7 @@ def test_the_commands_that_need_photos_run_in_order(data, tmp_path, monkeypatch,
 @pytest.mark.slow
 def test_the_python_in_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tntprune.training.STEPS", 2)
+    monkeypatch.setattr("tntprune.training.config.STEPS", 2)
     for name in ("a", "b"):
         (tmp_path / "photos").mkdir(exist_ok=True)
         Image.effect_noise((240, 240), 80).convert("RGB").save(tmp_path / "photos" / f"{name}.jpg")

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tntprune import TNT, Random, reduce_
-from tntprune.augment import LIGHT
-from tntprune.batches import PhotoSource
-from tntprune.cli import main
-from tntprune.data import Photos, labelled_photos, transform_for
-from tntprune.evaluation import evaluate
-from tntprune.models import load_model
-from tntprune.reduce import reduction_of
-from tntprune.train import fit
-from tntprune.training import Training
+from tntprune.analysis.evaluate import evaluate
+from tntprune.backbones.attach import reduction_of
+from tntprune.backbones.models import load_model
+from tntprune.cli.main import main
+from tntprune.data.augment import LIGHT
+from tntprune.data.batches import PhotoSource
+from tntprune.data.folders import Photos, labelled_photos, transform_for
+from tntprune.training.calibrate import fit
+from tntprune.training.config import Training
 
 pytestmark = [pytest.mark.realdata, pytest.mark.slow]
 MODEL = "vit_tiny_patch16_224"

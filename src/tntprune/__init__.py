@@ -6,9 +6,14 @@ TYPE_CHECKING = False  # typing itself takes long to import, and Ctrl-C is not y
 if TYPE_CHECKING:
     from typing import Any
 
+    from tntprune.analysis.evaluate import evaluate
+    from tntprune.analysis.features import features
+    from tntprune.analysis.macs import macs
+    from tntprune.analysis.record import record
     from tntprune.backbones.vit16 import vit16
-    from tntprune.checkpoint import load_, save
-    from tntprune.config import (
+    from tntprune.errors import UsageError, UserError
+    from tntprune.exporters.export import export
+    from tntprune.methods import (
         ATS,
         TNT,
         AViT,
@@ -19,32 +24,34 @@ if TYPE_CHECKING:
         ToMe,
         TopK,
         ZeroTPrune,
+        register_method,
     )  # fmt: skip
-    from tntprune.counting import macs
-    from tntprune.dense import features
-    from tntprune.errors import UsageError, UserError
-    from tntprune.evaluation import evaluate
-    from tntprune.exporters.export import export
+    from tntprune.methods.base import Layout, Method
+    from tntprune.methods.config import Config, option
+    from tntprune.ops.tokens import Tokens
     from tntprune.reduce import reduce_, restore_
-    from tntprune.search.run import find_plan
-    from tntprune.share import push
-    from tntprune.trace import record
-    from tntprune.train import calibrate_
+    from tntprune.search.find_plan import find_plan
+    from tntprune.serialization.checkpoint import load_, save
+    from tntprune.serialization.share import push
+    from tntprune.training.calibrate import calibrate_
 
 __version__ = "0.1.0"
 __all__ = [
-    "ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "UsageError", "UserError",
-    "ZeroTPrune", "calibrate_", "evaluate", "export", "features", "find_plan", "load_", "macs", "push", "record",
-    "reduce_", "restore_", "save", "vit16",
+    "ATS", "TNT", "AViT", "Config", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "Random", "ToMe", "Tokens",
+    "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_", "evaluate", "export", "features", "find_plan",
+    "load_", "macs", "option", "push", "record", "reduce_", "register_method", "restore_", "save", "vit16",
 ]  # fmt: skip
 
 _HOMES = {
     **dict.fromkeys(
-        ("ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune"), "config"
-    ), "UsageError": "errors", "UserError": "errors", "calibrate_": "train", "evaluate": "evaluation",
-    "export": "exporters.export", "features": "dense", "find_plan": "search.run", "load_": "checkpoint",
-    "macs": "counting", "push": "share", "record": "trace", "reduce_": "reduce",
-    "restore_": "reduce", "save": "checkpoint", "vit16": "backbones.vit16",
+        ("ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune",
+         "register_method"), "methods"
+    ), "Config": "methods.config", "option": "methods.config", "Layout": "methods.base", "Method": "methods.base",
+    "Tokens": "ops.tokens", "UsageError": "errors", "UserError": "errors",
+    "calibrate_": "training.calibrate", "evaluate": "analysis.evaluate", "export": "exporters.export",
+    "features": "analysis.features", "find_plan": "search.find_plan", "load_": "serialization.checkpoint",
+    "macs": "analysis.macs", "push": "serialization.share", "record": "analysis.record", "reduce_": "reduce",
+    "restore_": "reduce", "save": "serialization.checkpoint", "vit16": "backbones.vit16",
 }  # fmt: skip
 
 

@@ -9,22 +9,24 @@ import os
 import signal
 import sys
 
+from tntprune.errors import INTERRUPTED
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-COUNTING = (["info"], ["macs"])  # commands that run no model
-INTERRUPTED = 130  # 128 and the number of SIGINT, as in shells
+COUNTING = ("info", "macs")  # commands that run no model
+HELP = {"--help", "-h"}
 
 
 def run() -> None:
     """Run the command line and exit with its code."""
     signal.signal(signal.SIGINT, _end)  # nothing has begun that would have to be cleaned up
-    if sys.argv[1:2] in COUNTING:
-        from tntprune.lean import start_lean
+    if not sys.argv[1:] or sys.argv[1] in COUNTING or HELP & {*sys.argv}:
+        from tntprune.cli.lean import start_lean
 
         start_lean()
-    from tntprune.cli import main
+    from tntprune.cli.main import main
 
     signal.signal(signal.SIGINT, _interrupt_only(os.getpid()))
     code = main()

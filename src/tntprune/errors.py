@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+INTERRUPTED = 130  # the exit code after Ctrl-C: 128 and the number of SIGINT, as in shells
+
 
 class UserError(ValueError):
     """Something given cannot be used: a file, a model, a set of weights. Exit code 1."""

@@ -12,11 +12,11 @@ from torch import nn
 
 from tntprune.errors import UserError
 from tntprune.methods.base import Layout
-from tntprune.tokens import Tokens
+from tntprune.ops.tokens import Tokens
 
 FAMILIES = {  # the files of this folder, by the package of their models
-    "timm": ("timm_vit", "timm_eva", "timm_beit"),
-    "transformers": ("hf_vit", "hf_dinov2", "hf_clip", "hf_siglip"),
+    "timm": ("timm.vit", "timm.eva", "timm.beit"),
+    "transformers": ("hf.vit", "hf.dinov2", "hf.clip", "hf.siglip"),
 }
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tntprune.attention import Heads
-from tntprune.tokens import Tokens
+from tntprune.ops.attention import Heads
+from tntprune.ops.tokens import Tokens
 
 Half = Callable[[torch.Tensor], torch.Tensor]
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tntprune.attention import Heads
 from tntprune.backbones.base import holder_names
 from tntprune.backbones.blocks import Inside, OpenBlock
+from tntprune.backbones.trace import Trace
 from tntprune.errors import UserError, UserNote
 from tntprune.methods.base import Method, Plan
-from tntprune.schedule import Place
-from tntprune.tokens import Tokens, start
-from tntprune.trace import Trace
+from tntprune.methods.schedule import Place
+from tntprune.ops.attention import Heads
+from tntprune.ops.tokens import Tokens, start
 
 Visit = Callable[[int, Tokens], None]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from tntprune.bench.names import Backend
 from tntprune.errors import UsageError, UserError
-from tntprune.training import check_whole
+from tntprune.methods.checks import check_whole
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 2e-2}  # what `difference` may be

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from tntprune.config import Config
-from tntprune.counting import macs
-from tntprune.oracle import Scattered, Slicing, beside
-from tntprune.reduce import base_of, is_reduced, reduce_, reduction_of, twin_of
+from tntprune.analysis.macs import macs
+from tntprune.analysis.speed_bound import Scattered, Slicing, beside
+from tntprune.backbones.attach import base_of, is_reduced, reduction_of, twin_of
+from tntprune.methods import Config
+from tntprune.reduce import reduce_
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tntprune.backbones.attach import device_of
 from tntprune.bench.candidates import Candidate
-from tntprune.data import Photo, Photos, collate, input_mode, transform_for
+from tntprune.data.folders import Photo, Photos, collate, input_mode, transform_for
 from tntprune.errors import UserError
-from tntprune.evaluation import wait
-from tntprune.reduce import device_of
+from tntprune.system.clock import wait
 
 PREFETCH = 2  # batches that each process reads ahead; torch's own default
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tntprune.backbones.attach import device_of, is_reduced
 from tntprune.backbones.base import find_backbone
 from tntprune.errors import UserError
 from tntprune.exporters.base import KEPT, LOGITS, first_line
 from tntprune.exporters.export import reopen
 from tntprune.exporters.graph import Answering
-from tntprune.reduce import device_of, is_reduced
 
 TOLERANCE = 1e-3  # of the spread of an image's logits, in fp32
 BORDER = 0.02  # share of images of a reduced model, at least one, in which a token may go the other way in fp32

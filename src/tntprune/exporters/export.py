@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 import tntprune
+from tntprune.analysis.macs import macs
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.reduced import Reduced
-from tntprune.config import to_dict
-from tntprune.counting import macs
 from tntprune.errors import UsageError, UserError
 from tntprune.exporters.base import INPUT, KEPT, DType, Format, Job, Runner, find_format, first_line
 from tntprune.exporters.graph import capture, exportable
 from tntprune.exporters.samples import as_tensor, class_list, preprocessing
-from tntprune.storage import check_output, find_target, forget_leftovers, make_folder, put, write
-from tntprune.training import check_whole
+from tntprune.methods import to_dict
+from tntprune.methods.checks import check_whole
+from tntprune.system.storage import check_output, find_target, forget_leftovers, make_folder, put, write
 
 
 @dataclass(frozen=True)

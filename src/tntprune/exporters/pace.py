@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from tntprune.backbones.base import find_backbone
-from tntprune.bench.clock import in_turns
 from tntprune.exporters.check import batches_of
 from tntprune.exporters.export import export, reopen
+from tntprune.system.clock import in_turns
 
 ROUNDS = 20
 

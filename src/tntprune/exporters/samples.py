@@ -11,9 +11,9 @@ from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_co
 from torch import nn
 
 from tntprune.backbones.base import find_backbone
-from tntprune.batches import LoaderSource
-from tntprune.classnames import class_names
-from tntprune.data import Photo, Photos, all_photos, input_mode, transform_for
+from tntprune.backbones.classnames import class_names
+from tntprune.data.batches import LoaderSource
+from tntprune.data.folders import Photo, Photos, all_photos, input_mode, transform_for
 from tntprune.errors import UserError
 
 

@@ -6,15 +6,69 @@ inverse transform sampling at fixed points.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from tntprune.attention import Heads
-from tntprune.config import ATS
-from tntprune.methods.base import Method, implements
-from tntprune.schedule import Step
-from tntprune.tokens import NOWHERE, Tokens, ranking, take
+from tntprune.methods.base import Method
+from tntprune.methods.config import Config, option
+from tntprune.methods.schedule import Step, Turn
+from tntprune.ops.attention import Heads
+from tntprune.ops.tokens import NOWHERE, Tokens, ranking, take
+
+
+@dataclass(frozen=True)
+class ATS(Config):
+    """Adaptive Token Sampling (Fayyaz et al., ECCV 2022): tokens are drawn by their share of the CLS token's attention.
+
+    A token that is drawn more than once stays once, so the number of tokens differs from image to image; `keep` and
+    `tokens` say how often is drawn, which is the most that can stay. Needs no training.
+
+    Args:
+        at: Blocks inside which tokens are sampled; None is every block from the fourth on.
+        keep: Draws at each location as a share of the patch tokens that can arrive; 1 leaves the location out.
+        tokens: Draws at each location. Neither: as many draws as patches in the image, as published.
+    """
+
+    method = "ats"
+
+    everywhere = True
+
+    at: int | Sequence[int] | None = option(None, "block or blocks inside which tokens are sampled (4 to the last)")
+    keep: float | Sequence[float] | None = option(None, "draws as a share of the patch tokens")
+    tokens: int | Sequence[int] | None = option(None, "draws at each location")
+
+    @property
+    def reads(self) -> bool:
+        return True
+
+    @property
+    def variable(self) -> bool:
+        return True
+
+    @property
+    def is_inside(self) -> bool:
+        return True
+
+    def blocks(self, depth: int) -> tuple[int, ...]:
+        if self.at is not None:
+            return super().blocks(depth)
+        found = tuple(range(min(4, depth), depth + 1))
+        self.check_length("keep" if self.tokens is None else "tokens", len(found))
+        return found
+
+    def step(self, turn: Turn, count: int, patches: int) -> Step | None:
+        """`ranked` is the number of draws, `leaving` the most tokens that can stay."""
+        if self.tokens is not None:
+            draws = int(self.amount(turn.number))
+        elif self.keep is None:
+            draws = patches
+        else:
+            draws = self.stay(turn, count)
+            if draws == count:
+                return None
+        return Step(turn.place, count, draws, min(draws, count))
 
 
 def significance(heads: Heads, prefix: int) -> torch.Tensor:
@@ -60,7 +114,6 @@ def pad(tokens: Tokens, there: torch.Tensor) -> Tokens:
     return replace(tokens, index=torch.where(there, tokens.index, NOWHERE), size=size, source=source)
 
 
-@implements(ATS)
 class AdaptiveTokenSampling(Method):
     """The sequence is as long as the image that keeps most; the others are padded, and the padding takes no part."""
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from tntprune.attention import Heads, log_size
-from tntprune.config import Config
 from tntprune.errors import UserNote
-from tntprune.schedule import Place, Step, schedule
-from tntprune.tokens import Tokens
+from tntprune.methods.config import Config
+from tntprune.methods.schedule import Place, Step, schedule
+from tntprune.ops.attention import Heads, log_size
+from tntprune.ops.tokens import Tokens
 
 Plan = dict[Place, Step]
 
@@ -197,25 +195,6 @@ class Method(nn.Module):
 
 WITHOUT_CLS = "tnt, random, dynamicvit, tome, zerotprune or avit"
 WITHOUT_ATTENTION = "tnt, random, or avit with at"
-
-M = TypeVar("M", bound=type[Method])
-_IMPLEMENTATIONS: dict[type[Config], type[Method]] = {}
-
-
-def implements(config: type[Config]) -> Callable[[M], M]:
-    """Register the module that carries out a config. The file is named after the method."""
-
-    def enter(module: M) -> M:
-        _IMPLEMENTATIONS[config] = module
-        return module
-
-    return enter
-
-
-def implementation(config: type[Config]) -> type[Method]:
-    """The module class of a method, imported when first asked for."""
-    import_module(f"tntprune.methods.{config.method}")  # imported when it is first asked for
-    return _IMPLEMENTATIONS[config]
 
 
 def top(score: torch.Tensor, count: int) -> torch.Tensor:

@@ -2,20 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from tntprune.attention import Heads
-from tntprune.config import Combination
 from tntprune.errors import UsageError
-from tntprune.methods.base import Layout, Method, Plan, implementation, implements
-from tntprune.schedule import Place, Step, schedule
-from tntprune.tokens import Tokens
+from tntprune.methods.base import Layout, Method, Plan
+from tntprune.methods.checks import check
+from tntprune.methods.config import Config, option
+from tntprune.methods.registry import implementation
+from tntprune.methods.schedule import Place, Step, schedule
+from tntprune.ops.attention import Heads
+from tntprune.ops.tokens import Tokens
 
 
-@implements(Combination)
+@dataclass(frozen=True)
+class Combination(Config):
+    """Reductions that share a model, each at places of its own: pruning and then merging, for example.
+
+    Args:
+        parts: Their configs. Rates are shares of what arrives at each of their places.
+
+    Raises:
+        UsageError: there are fewer than two.
+    """
+
+    everywhere = True
+    method = "combination"
+
+    at: None = option(None, "")
+    parts: Sequence[Config] = option((), "the reductions")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(self.parts))
+        check(len(self.parts) > 1, f"{len(self.parts)} reductions to combine; expected two or more")
+        annealed = [part.method for part in self.parts if getattr(part, "anneal", None) is not None]
+        check(not annealed, "anneal: evit is trained alone and then combined; expected anneal=None here")
+
+    @property
+    def by_share(self) -> bool:
+        return False
+
+    @property
+    def variable(self) -> bool:
+        return any(part.variable for part in self.parts)
+
+    def singles(self, depth: int) -> list[Any]:
+        return [single for part in self.parts for single in part.singles(depth)]
+
+    def changed(self, **changes: Any) -> Any:
+        check(
+            not changes,
+            f"{', '.join(changes)}: a combination of {' and '.join(part.method for part in self.parts)} is taken as it "
+            "was saved; expected no changes, or its parts given anew",
+        )
+        return self
+
+
 class Combined(Method):
     """Hands the tokens to whichever reduction acts at a place. While one of them learns, the others stand aside."""
 

@@ -6,16 +6,79 @@ Source: Liang et al., "Not All Patches are What You Need", ICLR 2022, section 3.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from tntprune.attention import Heads
-from tntprune.config import EViT
-from tntprune.methods.base import Method, Plan, implements
+from tntprune.methods.base import Method, Plan
+from tntprune.methods.checks import as_tuple, check, check_flags, check_words, is_number
+from tntprune.methods.config import Config, option
+from tntprune.methods.schedule import Step, Turn, ceiled
 from tntprune.methods.topk import readers, received
-from tntprune.schedule import Step
-from tntprune.tokens import Tokens, append, pick, ranking, take
+from tntprune.ops.attention import Heads
+from tntprune.ops.tokens import Tokens, append, pick, ranking, take
 
 
-@implements(EViT)
+@dataclass(frozen=True)
+class EViT(Config):
+    """EViT (Liang et al., ICLR 2022): Top-K, and one more token that sums up those that were dropped.
+
+    Shares are rounded up and taken of the patch tokens that arrive, an earlier fused token among them; the fused token
+    comes on top. It takes part as any other patch token from there on. It has no place in the grid: in a trace its
+    index is -1.
+
+    Args:
+        inside: Drop between the block's attention and its MLP, as published; else after the block.
+        rows: Whose attention ranks: the "cls" token's, or the "mean" of the CLS and the distillation token's.
+        fuse: Add the fused token.
+        normalise: Weights of the fused token sum to 1; as published they are the CLS token's attentions as they are.
+        anneal: From and to which share of a fine-tuning the kept share falls, by a cosine, from 1 to its value; None
+            trains at its value throughout, as the authors' fine-tuning does. (Their training from scratch: 10 to 110
+            of 300 epochs.)
+    """
+
+    method = "evit"
+
+    usual = 0.7
+
+    at: int | Sequence[int] | None = option((4, 7, 10), "block or blocks at which tokens are removed")
+    keep: float | Sequence[float] | None = option(None, "share of the patch tokens kept at each location (0.7)")
+    inside: bool = option(True, "drop between attention and MLP, or after the block")
+    rows: Literal["cls", "mean"] = option(
+        "cls", "rank by the CLS token's attention, or its mean with the distillation's"
+    )
+    fuse: bool = option(True, "add a token that sums up the dropped ones")
+    normalise: bool = option(False, "let the weights of the fused token sum to 1")
+    anneal: Sequence[float] | None = option(None, "from and to which share of a training the kept share falls from 1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(self, "inside", "fuse", "normalise")
+        check_words(self, "rows")
+        check(self.locations[0] > 0, "at=0: no block has been seen whose attention could rank; expected 1 or larger")
+        if self.anneal is not None:
+            object.__setattr__(self, "anneal", as_tuple(self.anneal))
+            good = len(self.anneal) == 2 and all(is_number(share) for share in self.anneal)
+            good = good and 0 <= self.anneal[0] < self.anneal[1] <= 1
+            check(good, f"anneal={self.anneal}: expected two ascending shares of the training, such as 0 0.5")
+
+    @property
+    def reads(self) -> bool:
+        return True
+
+    @property
+    def is_inside(self) -> bool:
+        return self.inside
+
+    def stay(self, turn: Turn, count: int) -> int:
+        """Patch tokens that stay of `count`, without the fused one: shares are rounded up."""
+        return ceiled(count, self.amount(turn.number)) if self.tokens is None else super().stay(turn, count)
+
+    def step(self, turn: Turn, count: int, patches: int) -> Step | None:
+        stay = self.stay(turn, count)
+        return Step(turn.place, count, stay, stay + self.fuse) if stay < count else None
+
+
 class ExpediteViT(Method):
     """Prefix tokens never take part in ranking, so that distilled models come out right."""
 

@@ -6,18 +6,66 @@ class attention and slow-fast updating. The authors' code for DeiT has no repres
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from tntprune.attention import Heads
-from tntprune.config import EvoViT
-from tntprune.methods.base import Method, Plan, implements
+from tntprune.methods.base import Method, Plan
+from tntprune.methods.checks import check, is_number
+from tntprune.methods.config import Config, option
+from tntprune.methods.schedule import Place, Step, Turn
 from tntprune.methods.topk import received
-from tntprune.schedule import Place, Step
-from tntprune.tokens import Tokens, append, pick, ranking, take
+from tntprune.ops.attention import Heads
+from tntprune.ops.tokens import Tokens, append, pick, ranking, take
+
+
+@dataclass(frozen=True)
+class EvoViT(Config):
+    """Evo-ViT (Xu et al., AAAI 2022): informative tokens go through the blocks, the rest follow a representative.
+
+    Nothing is dropped for good: at each location all patches are put together again and divided anew, and after the
+    last block they are together. In between, the blocks see the informative tokens and one representative, which is the
+    others' mean weighted by their global attention; whatever a block adds to it is added to each of the others.
+
+    `keep` and `tokens` count from all patches of the image; the representative comes on top, so that leaving out a
+    single patch saves nothing, and is not done.
+
+    Args:
+        at: Block or blocks after which the patches are divided anew.
+        mix: Share of the earlier global attention in the new one; up to the first location each block's attention
+            replaces the one before it, as in the authors' code.
+    """
+
+    method = "evovit"
+
+    at: int | Sequence[int] | None = option((4, 8), "block or blocks after which tokens are divided anew")
+    mix: float = option(0.5, "share of the earlier global attention in the new one")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(is_number(self.mix) and 0 <= self.mix <= 1, f"mix={self.mix}: expected a share from 0 to 1")
+        check(self.locations[0] > 0, "at=0: no block has been seen that could rank the tokens; expected 1 or larger")
+
+    @property
+    def reads(self) -> bool:
+        return True
+
+    @property
+    def alone(self) -> bool:
+        return True
+
+    def places(self, depth: int) -> tuple[Place, ...]:
+        return (*super().places(depth), Place(depth))
+
+    def step(self, turn: Turn, count: int, patches: int) -> Step | None:
+        """`leaving` holds the informative tokens and the representative; the last step puts all together again."""
+        stay = patches if turn.number == turn.of - 1 else self.stay(turn, patches)
+        if stay >= patches - 1:  # a representative of one token would only take its place
+            return Step(turn.place, count, patches, patches) if count < patches else None
+        return Step(turn.place, count, stay, stay + 1)
 
 
 class Division(NamedTuple):
@@ -35,7 +83,6 @@ class Division(NamedTuple):
     apart: torch.Tensor | None = None
 
 
-@implements(EvoViT)
 class SlowFast(Method):
     """While tokens are divided, the representative is the last patch token. At the end all are there, in grid order."""
 

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from tntprune.attention import Heads
-from tntprune.config import Random
-from tntprune.methods.base import Layout, Method, implements
-from tntprune.schedule import Step
-from tntprune.tokens import NOWHERE, Tokens, shuffled, take
+from tntprune.methods.base import Layout, Method
+from tntprune.methods.checks import check, is_int
+from tntprune.methods.config import Config, option
+from tntprune.methods.schedule import Step
+from tntprune.ops.attention import Heads
+from tntprune.ops.tokens import NOWHERE, Tokens, shuffled, take
 
 
-@implements(Random)
+@dataclass(frozen=True)
+class Random(Config):
+    """Random drop, the baseline: the same tokens go in every image, as the seed says.
+
+    Args:
+        order: Seed of the order in which tokens are dropped.
+    """
+
+    method = "random"
+
+    order: int = option(0, "seed of the order in which tokens are dropped")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(is_int(self.order) and self.order >= 0, f"order={self.order}: expected a whole number, 0 or larger")
+
+
 class RandomDrop(Method):
     """Keeps the places of the grid that come first in a seeded order, the same in every image.
 

@@ -6,15 +6,50 @@ token), and Haurum et al., ICCV Workshops 2023.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from tntprune.attention import Heads
-from tntprune.config import TopK
-from tntprune.methods.base import Layout, Method, implements, top
-from tntprune.schedule import Step
-from tntprune.tokens import Tokens, take
+from tntprune.methods.base import Layout, Method, top
+from tntprune.methods.checks import check, check_flags, check_words
+from tntprune.methods.config import Config, option
+from tntprune.methods.schedule import Step
+from tntprune.ops.attention import Heads
+from tntprune.ops.tokens import Tokens, take
+
+
+@dataclass(frozen=True)
+class TopK(Config):
+    """Top-K: the patches to which the CLS token attends most stay (the TNT paper's baseline, without fusion).
+
+    Shares are truncated, and taken of the patches that arrive.
+
+    Args:
+        inside: Drop between the block's attention and its MLP, as the TNT paper ran it; else after the block.
+        rows: Whose attention ranks: the "cls" token's, or the "mean" of the CLS and the distillation token's.
+    """
+
+    method = "topk"
+
+    inside: bool = option(True, "drop between attention and MLP, or after the block")
+    rows: Literal["cls", "mean"] = option(
+        "cls", "rank by the CLS token's attention, or its mean with the distillation's"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(self, "inside")
+        check_words(self, "rows")
+        check(self.locations[0] > 0, "at=0: no block has been seen whose attention could rank; expected 1 or larger")
+
+    @property
+    def reads(self) -> bool:
+        return True
+
+    @property
+    def is_inside(self) -> bool:
+        return self.inside
 
 
 def readers(rows: Literal["cls", "mean"], layout: Layout) -> int:
@@ -27,7 +62,6 @@ def received(heads: Heads, readers: int, prefix: int) -> torch.Tensor:
     return heads.rows(readers).mean((1, 2))[:, prefix:]
 
 
-@implements(TopK)
 class TopKPruning(Method):
     """Ranks by one or two rows of attention; fused attention stays in use, and no attention map is built."""
 

@@ -6,10 +6,10 @@ import csv
 from importlib.resources import files
 from typing import Any
 
-from tntprune.config import TNT
+from tntprune.methods import TNT
 from tntprune.paper.authors import Authors, authors_of
+from tntprune.paper.entries import COLUMNS, Entry
 from tntprune.paper.names import METHODS
-from tntprune.paper.plan import COLUMNS, Entry
 from tntprune.paper.settings import MODELS, MULTI, published
 
 CAPTION = "The paper's caption says DeiT-S-Distil.; the figures are those of DeiT-B-Distil."

@@ -10,10 +10,10 @@ from math import nan, sqrt
 from statistics import fmean
 
 from tntprune.paper.authors import ranking
-from tntprune.paper.plan import Entry
+from tntprune.paper.entries import Entry
 from tntprune.paper.settings import published
 from tntprune.report.summary import error_of_difference, standard_error
-from tntprune.results import Row
+from tntprune.sweep.results import Row
 
 STANDS_FOR = ("deit_tiny_distilled", "deit_small_distilled", "deit_base_distilled")  # a model that the paper has not
 SURE = 2  # standard errors beyond which a difference is no chance

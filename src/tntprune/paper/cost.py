@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from tntprune.analysis.macs import macs
 from tntprune.backbones.base import find_backbone
-from tntprune.config import Config
-from tntprune.counting import macs
-from tntprune.evaluation import wait
-from tntprune.models import random_model, shape_of
-from tntprune.paper.plan import Plan
-from tntprune.precision import Precision, autocast
+from tntprune.backbones.models import random_model, shape_of
+from tntprune.methods import Config
+from tntprune.paper.entries import Agenda
 from tntprune.reduce import reduce_, restore_
+from tntprune.system.clock import wait
+from tntprune.system.precision import Precision, autocast
 
 VAL, TRAIN = 50_000, 1_281_167  # images of ImageNet-1k
 ROUNDS = 2
@@ -84,7 +84,7 @@ class Estimate:
 
 
 def estimate(
-    plan: Plan,
+    plan: Agenda,
     trainings: list[Task],
     device: str,
     precision: Precision = "fp32",

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from tntprune.config import to_dict
+from tntprune.methods import to_dict
 from tntprune.paper.cost import TRAIN, VAL, Estimate, Task, count, duration, estimate
-from tntprune.paper.plan import Entry, Plan
+from tntprune.paper.entries import Agenda, Entry
 from tntprune.paper.tables import SHORT
 from tntprune.paper.trainings import RecipeName, tasks
 
@@ -17,7 +17,7 @@ HEADINGS = {"single": "one location", "multi": "several locations", "ablation": 
 
 
 def dry(
-    plan: Plan,
+    plan: Agenda,
     data: Path | None,
     train_data: Path | None,
     recipe: RecipeName,
@@ -54,7 +54,7 @@ def dry(
 
 
 def _images(folder: Path | None, usual: int) -> int:
-    from tntprune.images import find_images
+    from tntprune.data.images import find_images
 
     return usual if folder is None else len(find_images(folder))
 
@@ -72,7 +72,7 @@ def _setting(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _text(plan: Plan, todo: list[Task], found: Estimate, recipe: str) -> str:
+def _text(plan: Agenda, todo: list[Task], found: Estimate, recipe: str) -> str:
     lines = []
     last = None
     for entry in (*plan.entries, *plan.bases, *plan.ablation):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tntprune.canvas import Look, looks
-from tntprune.config import to_dict
+from tntprune.methods import to_dict
 from tntprune.paper.compare import Measured, backbones_of
+from tntprune.paper.entries import TokenMap
 from tntprune.paper.names import METHODS
-from tntprune.paper.plan import TokenMap
 from tntprune.paper.settings import Published, published
 from tntprune.paper.tables import SCHEMES, SHORT
 from tntprune.report.figures import curves
 from tntprune.report.groups import grouped
-from tntprune.results import Row, Setting
+from tntprune.report.plot_style import Look, looks
+from tntprune.sweep.results import Row, Setting
 
 COLUMNS = 3  # backbones in one figure
 

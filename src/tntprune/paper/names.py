@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from typing import Literal
 
-from tntprune.config import TNT, Config, DynamicViT, EViT
 from tntprune.errors import UsageError
+from tntprune.methods import TNT, Config, DynamicViT, EViT
 from tntprune.paper.settings import MODELS
 
 Table = Literal["unpruned", "single", "multi", "ablation"]

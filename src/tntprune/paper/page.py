@@ -11,10 +11,10 @@ from tntprune.paper import tables
 from tntprune.paper.ablation import CAPTION
 from tntprune.paper.compare import SURE, Measured, agreements, backbones_of
 from tntprune.paper.cost import duration
+from tntprune.paper.entries import Agenda
 from tntprune.paper.facts import facts
 from tntprune.paper.figures import map_caption, map_file, picture, pictures
 from tntprune.paper.names import BACKBONES, METHODS
-from tntprune.paper.plan import Plan
 from tntprune.paper.settings import HOW
 from tntprune.report.page import paragraphs
 from tntprune.report.tables import Table, markdown
@@ -55,7 +55,7 @@ def template() -> str:
     return files("tntprune.paper").joinpath(TEMPLATE).read_text(encoding="utf-8")
 
 
-def text(plan: Plan, measured: Sequence[Measured], about: About, given: str | None = None, folder: str = "") -> str:
+def text(plan: Agenda, measured: Sequence[Measured], about: About, given: str | None = None, folder: str = "") -> str:
     """The page in Markdown.
 
     Args:
@@ -68,7 +68,7 @@ def text(plan: Plan, measured: Sequence[Measured], about: About, given: str | No
     return (template() if given is None else given).format(**slots(plan, measured, about, folder))
 
 
-def slots(plan: Plan, measured: Sequence[Measured], about: About, folder: str = "") -> dict[str, Any]:
+def slots(plan: Agenda, measured: Sequence[Measured], about: About, folder: str = "") -> dict[str, Any]:
     """Everything that a template can ask for.
 
     Beside the parts of the page: `tau`, `same`, `unclear` and `clear` by "single deit_tiny_distilled high", and `top1`,
@@ -99,7 +99,7 @@ def slots(plan: Plan, measured: Sequence[Measured], about: About, folder: str = 
     }
 
 
-def lead(plan: Plan, measured: Sequence[Measured]) -> str:
+def lead(plan: Agenda, measured: Sequence[Measured]) -> str:
     """What was measured on what, in a few sentences."""
     rows = [one.row for one in measured]
     if not rows:
@@ -165,7 +165,7 @@ def ablations(measured: Sequence[Measured]) -> list[tuple[str, Table]]:
     return found
 
 
-def sections(plan: Plan, measured: Sequence[Measured]) -> list[tuple[str, str]]:
+def sections(plan: Agenda, measured: Sequence[Measured]) -> list[tuple[str, str]]:
     """For the HTML report: headings and what is below them."""
     order = agreements(measured)
     found = []

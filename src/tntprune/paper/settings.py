@@ -16,7 +16,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from tntprune.config import TNT, Config, DynamicViT, EViT, Random, ToMe, TopK, ZeroTPrune
+from tntprune.methods import TNT, Config, DynamicViT, EViT, Random, ToMe, TopK, ZeroTPrune
 
 Row = dict[str, str]
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from tntprune.backbones.base import find_backbone
-from tntprune.config import TNT, Config, Random, ToMe, ZeroTPrune
+from tntprune.backbones.models import shape_of
 from tntprune.errors import UserError
-from tntprune.methods.base import Layout, implementation
-from tntprune.models import shape_of
+from tntprune.methods import TNT, Config, Random, ToMe, ZeroTPrune, implementation
+from tntprune.methods.base import Layout
+from tntprune.methods.schedule import truncated
 from tntprune.paper.ablation import ablation
 from tntprune.paper.authors import Authors, authors_of, ranking
+from tntprune.paper.entries import COLUMNS, MAPS, Agenda, Entry, TokenMap, unpruned
 from tntprune.paper.names import METHODS
-from tntprune.paper.plan import COLUMNS, MAPS, Entry, Plan, TokenMap, unpruned
 from tntprune.paper.settings import MULTI, PARAMETERS, PATCHES, Published, Row, published, setting
-from tntprune.schedule import truncated
 
 NEAREST = "deit_tiny_distilled"
 ELSEWHERE = "deit_small_distilled"  # for what the nearest backbone lacks: EViT, and TNT with a linear scorer
@@ -24,7 +24,7 @@ DEPTH = 12  # blocks that the paper's settings count with
 EVIT = "the rows of EViT on DeiT-S are mislabelled; the rate is that of the row of the same rank on DeiT-B"
 
 
-def substitute(model: str) -> Plan:
+def substitute(model: str) -> Agenda:
     """All methods, both schemes, all rates, the ablation and the maps.
 
     Counts that the paper gives as numbers of tokens, ToMe's r and TNT's similar tokens, are scaled where the model has
@@ -56,7 +56,7 @@ def substitute(model: str) -> Plan:
         TokenMap(model, METHODS["tnt"], scaled, "tnt"),
         TokenMap(model, METHODS["tnt-relative"], replace(scaled, recipe="relative"), "tnt-relative"),
     )
-    return Plan(tuple(entries), tuple(rows), maps=maps, left_out=tuple(left_out.values()))
+    return Agenda(tuple(entries), tuple(rows), maps=maps, left_out=tuple(left_out.values()))
 
 
 def fitted(config: Config | None, layout: Layout) -> Any:

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from tntprune.paper.compare import Measured, agreements, total
+from tntprune.paper.entries import Agenda
 from tntprune.paper.names import METHODS
-from tntprune.paper.plan import Plan
 from tntprune.paper.tables import SCHEMES, SHORT, tau
 
 
-def summary(plan: Plan, measured: Sequence[Measured], files: dict[str, str]) -> tuple[dict[str, Any], str]:
+def summary(plan: Agenda, measured: Sequence[Measured], files: dict[str, str]) -> tuple[dict[str, Any], str]:
     """As JSON values, and as text for a person.
 
     Args:

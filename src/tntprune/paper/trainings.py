@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tntprune.config import TNT
+from tntprune.methods import TNT
 from tntprune.paper.cost import Task
+from tntprune.paper.entries import Agenda
 from tntprune.paper.names import LEARNERS
-from tntprune.paper.plan import Plan
-from tntprune.runlog import LOG, read_log
-from tntprune.world import ALONE, World
+from tntprune.system.distributed import ALONE, World
+from tntprune.training.run_log import LOG, read_log
 
 if TYPE_CHECKING:
-    from tntprune.recipes import Recipe
+    from tntprune.training.recipes import Recipe
 
 RecipeName = Literal["published", "short"]
 
@@ -29,7 +29,7 @@ def recipe(name: str, kind: RecipeName, seed: int = 0, parts: int | None = None)
         seed: Of everything random.
         parts: That a step's batch is worked through in; None leaves it to the number of processes.
     """
-    from tntprune import recipes
+    from tntprune.training import recipes
 
     config = LEARNERS[name]
     found = (recipes.published if kind == "published" else recipes.short)(config)
@@ -38,7 +38,7 @@ def recipe(name: str, kind: RecipeName, seed: int = 0, parts: int | None = None)
     return recipes.changed(found, {"seed": seed, "parts": parts})
 
 
-def tasks(plan: Plan, kind: RecipeName) -> list[Task]:
+def tasks(plan: Agenda, kind: RecipeName) -> list[Task]:
     """The trainings that a plan needs."""
     found = []
     for model, name in plan.trainings:
@@ -54,7 +54,7 @@ def folder(trainings: Path, model: str, name: str) -> Path:
 
 
 def train(
-    plan: Plan,
+    plan: Agenda,
     data: Path | None,
     trainings: Path,
     kind: RecipeName,
@@ -88,11 +88,11 @@ def train(
     """
     from tqdm import tqdm
 
-    from tntprune.checkpoint import FILE
-    from tntprune.console import load
+    from tntprune.backbones.models import load_model
     from tntprune.errors import UsageError
-    from tntprune.jobs import train_folder
     from tntprune.reduce import reduce_
+    from tntprune.serialization.checkpoint import FILE
+    from tntprune.training.jobs import train_folder
 
     found = {(model, name): folder(trainings, model, name) for model, name in plan.trainings}
     missing = {key: out for key, out in found.items() if not (out / FILE).is_file()}
@@ -112,7 +112,7 @@ def train(
         if progress:
             tqdm.write(f"training {name} on {model}, {number} of {len(missing)}: {out}", file=sys.stderr)
         chosen = recipe(name, kind, seed, parts)
-        reduced = reduce_(load(model, weights.get(model), device), chosen.config)
+        reduced = reduce_(load_model(model, weights.get(model), device), chosen.config)
         assert data is not None
         about = {"model": model, "recipe": kind}
         train_folder(
@@ -123,14 +123,14 @@ def train(
 
 def recipe_of(out: Path) -> str | None:
     """The recipe that an ended training was given; None where its file does not say."""
-    from tntprune.card import parsed
-    from tntprune.checkpoint import FILE, made_by
+    from tntprune.serialization.card import parsed
+    from tntprune.serialization.checkpoint import FILE, made_by
 
     note = parsed(made_by(out / FILE)[0]) or {}
     return note.get("recipe")
 
 
-def spent(plan: Plan, trainings: Path) -> dict[str, float]:
+def spent(plan: Agenda, trainings: Path) -> dict[str, float]:
     """Seconds that each training took, over all the times it was resumed."""
     found = {}
     for model, name in plan.trainings:

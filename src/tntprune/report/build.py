@@ -9,16 +9,16 @@ from html import escape
 from typing import Any
 
 from tntprune import __version__
-from tntprune.canvas import Look, looks
 from tntprune.errors import UserError
 from tntprune.report import tables
 from tntprune.report.facts import measured
 from tntprune.report.figures import curves, described_curves
 from tntprune.report.groups import SCHEMES, Backbone, Group, grouped, line_names
 from tntprune.report.page import figure, page, paragraphs, picture
+from tntprune.report.plot_style import Look, looks
 from tntprune.report.summary import NOISE, standard_error, summary
-from tntprune.results import Row
-from tntprune.units import unit_of
+from tntprune.sweep.results import Row
+from tntprune.system.units import unit_of
 
 LARGEST = 5_000_000  # bytes of a page
 COLUMNS = 3  # backbones in one figure

@@ -10,7 +10,7 @@ from typing import Any
 from tntprune.report.groups import Group
 from tntprune.report.page import paragraphs
 from tntprune.report.tables import BUSY, Table, commands
-from tntprune.results import Row
+from tntprune.sweep.results import Row
 
 SPEED = (
     "Speed is that of the forward pass alone, without reading or moving images. Speed-up is the median over the rounds "

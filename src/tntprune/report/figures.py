@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tntprune.canvas import Form, Look, blank, drawable, finished, looks
 from tntprune.report.groups import SCHEMES, Backbone, grouped, line_names
-from tntprune.results import Row
-from tntprune.units import unit_of
+from tntprune.report.plot_style import Form, Look, blank, drawable, finished, looks
+from tntprune.sweep.results import Row
+from tntprune.system.units import unit_of
 
 GREY = "#777777"
 SPEED = "times as fast as the unpruned model"

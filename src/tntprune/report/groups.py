@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tntprune.config import METHODS
 from tntprune.errors import UserError
-from tntprune.results import Row
+from tntprune.methods import all_methods
+from tntprune.sweep.results import Row
 
 SCHEMES = {"single": "one location", "multi": "several locations"}
 PLAIN = ("version", "method", "parts")  # what a config's options are not
@@ -109,7 +109,7 @@ def _group(backbones: dict[tuple[Any, ...], list[Row]]) -> Group:
 def order(row: Row) -> tuple[int, str]:
     """Where a row's method stands among the others: as in our registry, then by name."""
     method = (row.setting.config or {}).get("method")
-    names = list(METHODS)
+    names = list(all_methods())
     return names.index(method) if method in names else len(names), row.name
 
 
@@ -130,7 +130,7 @@ def options_of(config: dict[str, Any] | None) -> dict[str, str]:
         return {}
     if parts := config.get("parts"):
         return {"parts": " + ".join(f"{part.get('method')} {in_words(options_of(part))}" for part in parts)}
-    kind = METHODS.get(str(config.get("method")))
+    kind = all_methods().get(str(config.get("method")))
     fields = kind.__dataclass_fields__ if kind else {}
     found = {}
     for name, value in config.items():
@@ -159,7 +159,7 @@ def _at(row: Row) -> tuple[Any, ...] | None:
 
 def _moved(row: Row) -> str:
     """Say how many blocks a method acts in, if its paper has other ones: ", one block"; else ""."""
-    kind = METHODS.get(str((row.setting.config or {}).get("method")))
+    kind = all_methods().get(str((row.setting.config or {}).get("method")))
     usual = kind.__dataclass_fields__["at"].default if kind else 3
     at = _at(row)
     if at is None or isinstance(usual, int) or at == usual:  # a single usual block is a mere default

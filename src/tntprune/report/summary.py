@@ -8,7 +8,7 @@ from math import sqrt
 
 from tntprune.report.groups import SCHEMES, Group
 from tntprune.report.tables import GAP, LOW, NEAR, comparable, equal_costs
-from tntprune.results import Row
+from tntprune.sweep.results import Row
 
 Bucket = dict[str, Row]  # the row of each line at one cost
 NAMED = 5  # methods that are named before the rest is counted

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from tntprune.report.groups import Backbone, in_words, options_of
 from tntprune.report.page import table
-from tntprune.results import Row
-from tntprune.units import unit_of
+from tntprune.sweep.results import Row
+from tntprune.system.units import unit_of
 
 LOW = 45  # percent of the unpruned model's multiply-accumulates below which the paper speaks of the low-token regime
 REGIMES = {"high": f"high: at least {LOW} % of the MACs", "low": f"low: less than {LOW} %"}

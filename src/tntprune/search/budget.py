@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tntprune.errors import UsageError
-from tntprune.units import unit_of
+from tntprune.system.units import unit_of
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 

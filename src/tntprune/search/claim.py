@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tntprune.errors import UserError
-from tntprune.storage import make_folder
+from tntprune.system.storage import make_folder
 
 LOCKS: Any = importlib.import_module("fcntl") if os.name == "posix" else None  # None: no such locks on this system
 

@@ -7,8 +7,8 @@ from bisect import bisect_right
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tntprune.config import Config
-from tntprune.schedule import Step
+from tntprune.methods import Config
+from tntprune.methods.schedule import Step
 
 FREE = {  # options that change how many tokens go and where, which ones, or how a method learns, and no step's time
     "at", "keep", "tokens", "r", "decreasing", "similar", "order", "noise_blocks", "noise_at", "capacity",

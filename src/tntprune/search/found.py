@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tntprune.plan import Plan
 from tntprune.search.budget import Budget, said
 from tntprune.search.latency import LatencyCurve
 from tntprune.search.points import Point, kept, lost_what, points_table
+from tntprune.serialization.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from torch import nn
 from tqdm import tqdm
 
-from tntprune.config import Config
 from tntprune.errors import UserError
+from tntprune.methods import Config
 from tntprune.search.budget import Budget, points, said
 from tntprune.search.judge import Judge, joined
 from tntprune.search.latency import LatencyCurve
-from tntprune.search.photos import Shares
 from tntprune.search.points import Point
 from tntprune.search.scout import Clock, Scout, Tried
+from tntprune.search.search_photos import Shares
 from tntprune.search.shapes import Shape, family, simple
 from tntprune.search.space import Space
 

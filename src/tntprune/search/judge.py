@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tntprune.backbones.attach import base_of, device_of, reduction_of
 from tntprune.backbones.base import find_backbone, tower_of
-from tntprune.config import Config
 from tntprune.errors import UserError
-from tntprune.reduce import base_of, device_of, reduction_of
+from tntprune.methods import Config
+from tntprune.ops.tokens import Tokens
 from tntprune.search.interval import of_difference, of_mean
 from tntprune.search.space import Space
-from tntprune.tokens import Tokens
 
 BATCH = 32
 MEMORY = 400_000_000  # bytes for tokens that are kept; those that leave the embedding are kept in any case

@@ -17,20 +17,20 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from tntprune.backbones.attach import base_of, device_of, reduction_of, twin_of
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.reduced import Acting, Reduced
 from tntprune.bench.backends import DTYPES, check_settings
-from tntprune.bench.clock import in_turns
-from tntprune.bench.run import cast, inputs
-from tntprune.config import Config, Random
-from tntprune.environment import surroundings
+from tntprune.bench.measure import cast, inputs
 from tntprune.errors import UsageError
-from tntprune.fingerprint import identity
-from tntprune.reduce import base_of, device_of, reduce_, reduction_of, twin_of
+from tntprune.methods import Config, Random
+from tntprune.ops.tokens import Tokens
+from tntprune.reduce import reduce_
 from tntprune.search.costs import Line, Part
-from tntprune.search.curve import LatencyCurve, attention
 from tntprune.search.steps import Sample, fit, part_of, samples, settle, single
-from tntprune.tokens import Tokens
+from tntprune.search.time_curve import LatencyCurve, about, attention
+from tntprune.system.clock import in_turns
+from tntprune.system.environment import surroundings
 
 __all__ = ["LatencyCurve", "about", "measure_latency"]
 
@@ -41,19 +41,6 @@ BLOCKS, WHOLE = 0.5, 0.3  # of the time are for the blocks on their own, and for
 ENOUGH = 100  # rounds of whole models, where they are fast
 REPEATS = 4  # of a step, which is short, in one call
 Call = Callable[[], Any]
-
-
-def about(model: nn.Module, batch_size: int, dtype: str) -> dict[str, Any]:
-    """What a curve is of, by name: times do not carry over to anything else."""
-    layout, device = find_backbone(model).layout(model), device_of(model)
-    where = surroundings(device)
-    return {
-        "model": identity(model)["architecture"] or type(base_of(model)).__name__,
-        "shape": f"{layout.grid[0]} x {layout.grid[1]} patches, {layout.depth} blocks of {layout.embed_dim}, "
-        f"{layout.heads} heads, {layout.prefix} prefix tokens",
-        "batch_size": batch_size, "dtype": dtype, "device": str(device), "threads": torch.get_num_threads(),
-        "hardware": where["hardware"], "versions": where["versions"],
-    }  # fmt: skip
 
 
 @torch.inference_mode()

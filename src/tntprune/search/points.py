@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tntprune.config import Config, to_dict
+from tntprune.methods import Config, to_dict
 from tntprune.search.budget import said
 
 

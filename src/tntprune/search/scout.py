@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tntprune.config import Config
+from tntprune.methods import Config
 from tntprune.search.judge import NOTHING, Answers, Judge
 from tntprune.search.shapes import Schedule, Shape, fit, moved, priced
 from tntprune.search.space import Space

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tntprune.config import Config
 from tntprune.errors import UsageError
+from tntprune.methods import Config
 from tntprune.search.space import Left, Space
 
 PAPER = (3, 4, 5)  # the locations of the paper's schedules with several

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from tntprune.analysis.macs import block_macs, head_macs
+from tntprune.backbones.attach import base_of, reduction_of, twin_of
 from tntprune.backbones.base import find_backbone
-from tntprune.config import Combination, Config, options
-from tntprune.counting import block_macs, head_macs
 from tntprune.errors import UsageError, UserError
-from tntprune.reduce import base_of, inherit, reduce_, reduction_of, twin_of
-from tntprune.schedule import Step, counts, schedule
+from tntprune.methods import Combination, Config, options
+from tntprune.methods.learned import inherit
+from tntprune.methods.schedule import Step, counts, schedule
+from tntprune.reduce import reduce_
 
 Left = tuple[int, ...]  # patch tokens that are left after each block of a space
 

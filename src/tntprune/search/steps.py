@@ -11,12 +11,12 @@ import torch
 
 from tntprune.backbones.blocks import Inside
 from tntprune.backbones.reduced import Reduced
-from tntprune.config import Config, options
 from tntprune.errors import UsageError, UserError
-from tntprune.methods.base import Layout, Method, implementation
-from tntprune.schedule import Step
+from tntprune.methods import Config, implementation, options
+from tntprune.methods.base import Layout, Method
+from tntprune.methods.schedule import Step
+from tntprune.ops.tokens import Tokens
 from tntprune.search.costs import Part, StepCost, features, step_name, timed_options
-from tntprune.tokens import Tokens
 
 ENTERING = (1.0, 0.8, 0.6, 0.4, 0.2)  # shares of all patch tokens
 LEAVING = (0.95, 0.8, 0.5, 0.25)  # shares of those that enter

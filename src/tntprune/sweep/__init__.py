@@ -2,6 +2,6 @@
 
 from tntprune.sweep.jobs import Job
 from tntprune.sweep.planning import Plan, Task, plan
-from tntprune.sweep.run import carry_out, sweep
+from tntprune.sweep.run_sweep import carry_out, sweep
 
 __all__ = ["Job", "Plan", "Task", "carry_out", "plan", "sweep"]

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tntprune.config import Combination, Config, find_method
 from tntprune.errors import UsageError
-from tntprune.options import config_from_text, options_from
-from tntprune.shipped import SHIPPED
+from tntprune.methods import Combination, Config, find_method
+from tntprune.methods.text import config_from_text, options_from
+from tntprune.serialization.pretrained import SHIPPED
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,15 +13,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from tntprune.bench.run import inputs
-from tntprune.data import Batch, Photos, input_mode, transform_for
+from tntprune.backbones.attach import device_of
+from tntprune.backbones.models import load_model, random_model
+from tntprune.bench.measure import inputs
+from tntprune.data.folders import Batch, Photos, input_mode, transform_for
+from tntprune.data.loading import in_order
 from tntprune.errors import UserError
-from tntprune.loading import in_order
-from tntprune.models import load_model, random_model
-from tntprune.precision import exact_head_
-from tntprune.reduce import device_of
 from tntprune.sweep.jobs import built
 from tntprune.sweep.planning import Backbone, Plan, Task
+from tntprune.system.precision import exact_head_
 
 TIMED = "setting"  # what a bar counts where there are no photos to count
 

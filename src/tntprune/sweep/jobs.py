@@ -11,11 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from tntprune.checkpoint import load_, read, weights_of
-from tntprune.config import Combination, Config, options
+from tntprune.backbones.attach import reduction_of, twin_of
 from tntprune.errors import UsageError, UserError
-from tntprune.reduce import missing_in, reduce_, reduction_of, twin_of
-from tntprune.shipped import SHIPPED
+from tntprune.methods import Combination, Config, options
+from tntprune.methods.learned import missing_in
+from tntprune.reduce import reduce_
+from tntprune.serialization.checkpoint import load_, read, weights_of
+from tntprune.serialization.pretrained import SHIPPED
 
 NAMES = {
     "tnt": "TNT", "random": "random drop", "topk": "Top-K", "evit": "EViT", "dynamicvit": "DynamicViT",

@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from tntprune.bench.clock import Watch, in_turns, peak_memory
-from tntprune.data import Batch
+from tntprune.analysis.evaluate import Tally
+from tntprune.backbones.attach import device_of
+from tntprune.data.folders import Batch
 from tntprune.errors import UserError
-from tntprune.evaluation import Tally
-from tntprune.precision import Precision, autocast
-from tntprune.reduce import device_of
+from tntprune.system.clock import Watch, in_turns, peak_memory
+from tntprune.system.precision import Precision, autocast
 
 
 @dataclass

@@ -12,17 +12,17 @@ from typing import Any
 
 from torch import nn
 
+from tntprune.analysis.macs import macs
 from tntprune.backbones.base import find_backbone
+from tntprune.backbones.models import ImgSize, shape_of
 from tntprune.bench.candidates import described
-from tntprune.config import Config, options, to_dict
-from tntprune.counting import macs
-from tntprune.data import Photo
+from tntprune.data.folders import Photo
 from tntprune.errors import UserError
-from tntprune.models import ImgSize, shape_of
-from tntprune.precision import Precision
-from tntprune.results import Setting
+from tntprune.methods import Config, options, to_dict
 from tntprune.sweep.jobs import Job, Saved, digest, name_of, scheme_of, shaped
-from tntprune.sweep.photos import Listing
+from tntprune.sweep.results import Setting
+from tntprune.sweep.sweep_photos import Listing
+from tntprune.system.precision import Precision
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What a reduced model costs, keeps and gets right."""

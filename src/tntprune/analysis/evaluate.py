@@ -1,0 +1,392 @@
+"""Accuracy, agreement with the unpruned model, cosine of embeddings, and speed of the model alone."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from tntprune.analysis.macs import macs, macs_by_image
+from tntprune.analysis.record import record
+from tntprune.backbones.attach import base_of, device_of, is_reduced, reduction_of
+from tntprune.backbones.base import find_backbone
+from tntprune.data.batches import pair_in
+from tntprune.data.datasets import Listed, open_photos
+from tntprune.data.folders import Photo, Photos, default_workers, input_mode, transform_for
+from tntprune.data.loading import in_order
+from tntprune.data.photo import Chosen, Packed, limited
+from tntprune.data.streams import Stream
+from tntprune.errors import UsageError, UserError
+from tntprune.methods.checks import check_whole
+from tntprune.system.clock import wait
+from tntprune.system.distributed import ALONE, World
+
+Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one model did.
+
+    Args:
+        top1: Percent of images whose label is the first guess; None without labels.
+        top5: Percent of images whose label is among the first five guesses; None without labels.
+        macs: Multiply-accumulates per image; the mean over the images where they differ.
+        images_per_s: Of the forward pass alone, without reading images or moving them to the device; the median batch.
+    """
+
+    top1: float | None
+    top5: float | None
+    macs: int
+    images_per_s: float
+
+
+@dataclass(frozen=True)
+class Evaluation(Figures):
+    """What `evaluate` found.
+
+    Args:
+        images: Images counted.
+        skipped: Images that could not be read.
+        agreement: Percent of images on which the first guess is that of the unpruned model; None without classes.
+        cosine: Mean cosine of the embeddings to those of the unpruned model, from -1 to 1; None with classes.
+        tokens: Patch tokens that enter each block; the mean over the images where that differs.
+        base: The unpruned model's figures on the same batches, taken in turns, if asked for.
+        speedup: How many times as fast as the unpruned model; the median over the batches, each compared with itself.
+        bad: One line per image that could not be read.
+    """
+
+    images: int
+    skipped: int
+    agreement: float | None
+    cosine: float | None
+    tokens: list[int] | list[float]
+    base: Figures | None = None
+    speedup: float | None = None
+    bad: tuple[str, ...] = field(default=(), repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values, without figures that are None."""
+        names = ["images", "skipped", "top1", "top5", "agreement", "cosine", "macs", "images_per_s", "tokens", "base",
+                 "speedup"]  # fmt: skip
+        data = asdict(self)
+        found = {name: data[name] for name in names if data[name] is not None}
+        if self.base is not None:
+            found["base"] = {name: value for name, value in found["base"].items() if value is not None}
+        return found
+
+
+class Tally:
+    """Counts and seconds of one model over the batches; whole numbers, so that they add up exactly.
+
+    Args:
+        model: Reduced or not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.images, self.labelled, self.first, self.five = model, 0, 0, 0, 0
+        self.backbone = find_backbone(model)
+        self.embeds = not self.backbone.classes(model)
+        self.variable = is_reduced(model) and reduction_of(model).config.variable
+        self.cost = 0  # of all images, where they differ
+        self.entering: list[int] = []  # patch tokens of all images that enter each block, where they differ
+        self.pace: list[float] = []  # seconds an image, batch by batch
+
+    def run(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Run one batch on the clock, and count it; see `count`."""
+        if not self.pace:  # the first pass chooses kernels and fills caches
+            self.backbone.output(self.model, images)
+        wait(images.device)
+        begin = time.perf_counter()
+        output = self.backbone.output(self.model, images)
+        wait(images.device)
+        self.pace.append((time.perf_counter() - begin) / len(images))
+        return self.count(images, output, labels)
+
+    def count(self, images: torch.Tensor, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Count what the model gave for one batch.
+
+        Args:
+            images: (B, C, H, W).
+            output: Logits (B, classes), or of a model without classes embeddings (B, D).
+            labels: (B,), class indices, or -1 where there is none.
+
+        Returns:
+            The first guesses (B,), or the embeddings (B, D) at length 1.
+
+        Raises:
+            UserError: an output is NaN or infinite, or the model gives no single embedding per image.
+        """
+        if output.ndim != 2:
+            raise UserError(
+                f"the model gives {tuple(output.shape)}, and not one vector per image; expected one that pools its "
+                "tokens, such as timm.create_model(..., global_pool='token')"
+            )
+        if self.variable:
+            with record(self.model) as trace:
+                self.backbone.output(self.model, images)
+            self.cost += sum(macs_by_image(self.model, trace.counts))
+            entering = torch.stack(trace.counts[:-1:2], 1).sum(0).tolist()
+            self.entering = [a + b for a, b in zip(self.entering or [0] * len(entering), entering, strict=True)]
+        guesses = output.topk(min(5, output.shape[1]), dim=1).indices
+        hits = guesses == labels[:, None]
+        bad = ~(output.amax(1) < torch.inf)  # the largest is NaN where any is
+        counts = torch.stack([bad.sum(), (labels >= 0).sum(), hits[:, 0].sum(), hits.any(1).sum()]).tolist()
+        if counts[0]:
+            kind = "reduced" if is_reduced(self.model) else "unpruned"
+            raise UserError(
+                f"the {kind} model's outputs for {counts[0]} of {len(images)} images are NaN or infinite; expected "
+                "finite weights and images, or another precision"
+            )
+        self.images += len(images)
+        self.labelled += counts[1]
+        self.first += counts[2]
+        self.five += counts[3]
+        top: torch.Tensor = F.normalize(output.double(), dim=1) if self.embeds else guesses[:, 0]
+        return top
+
+    def gather(self, world: World) -> None:
+        """Take in what the other processes have counted."""
+        found = world.gather((self.images, self.labelled, self.first, self.five, self.cost, self.entering, self.pace))
+        images, labelled, first, five, cost, entering, pace = zip(*found, strict=True)
+        self.images, self.first, self.five, self.cost = sum(images), sum(first), sum(five), sum(cost)
+        self.labelled = sum(labelled)
+        self.entering = [sum(block) for block in zip(*filter(None, entering), strict=True)]
+        self.pace = [one for part in pace for one in part]
+
+    def accuracy(self) -> tuple[float, float]:
+        """Percent of the images whose label is the first guess, and among the first five."""
+        return 100 * self.first / self.images, 100 * self.five / self.images
+
+    def figures(self) -> Figures:
+        """What was counted."""
+        top1, top5 = self.accuracy() if self.labelled else (None, None)
+        return Figures(
+            top1=top1,
+            top5=top5,
+            macs=round(self.cost / self.images) if self.variable else macs(self.model).macs,
+            images_per_s=1 / median(self.pace),
+        )
+
+    def tokens(self) -> list[int] | list[float]:
+        """Patch tokens that enter each block."""
+        if not self.variable:
+            return macs(self.model).tokens
+        return [round(block / self.images, 1) for block in self.entering]
+
+
+@torch.inference_mode()
+def measure(
+    model: nn.Module,
+    batches: Batches,
+    bad: Callable[[], Sequence[str]] = tuple,
+    compare: bool = False,
+    base: nn.Module | None = None,
+    world: World = ALONE,
+) -> Evaluation:
+    """Evaluate a model, reduced or not, in its present mode.
+
+    Args:
+        model: In eval mode.
+        batches: Images (B, C, H, W) and labels (B,), -1 where there is none; each of several processes has its own.
+        bad: Asked at the end for one line per image that no process could read.
+        compare: Also give the unpruned model's figures; the two take turns in going first.
+        base: The unpruned model, if it is not the same one without its reduction: before it was fine-tuned.
+        world: The processes whose counts are added up.
+
+    Raises:
+        UserError: there was no image at all, or an output is not finite.
+    """
+    device = device_of(model)
+    reduced = is_reduced(model)
+    own = Tally(model)
+    unpruned = Tally(base if base is not None else base_of(model)) if reduced else own
+    near: list[float] = []  # of each batch: images with the same guess, or the sum of the cosines
+    for number, (images, labels) in enumerate(batches):
+        images, labels = images.to(device), labels.to(device)
+        if not reduced:
+            own.run(images, labels)
+            near.append(len(images))
+            continue
+        found = {tally: tally.run(images, labels) for tally in ((own, unpruned) if number % 2 else (unpruned, own))}
+        a, b = found[own], found[unpruned]
+        near.append(float((a * b).sum() if own.embeds else (a == b).sum()))
+    for tally in dict.fromkeys((own, unpruned)):  # in the same order everywhere
+        tally.gather(world)
+    total = math.fsum(one for part in world.gather(near) for one in part)  # whatever the order
+    lines = tuple(bad())
+    if own.images == 0:
+        raise UserError(f"no image could be read, {len(lines)} were skipped; expected at least one")
+    return Evaluation(
+        **asdict(own.figures()),
+        images=own.images,
+        skipped=len(lines),
+        agreement=None if own.embeds else 100 * total / own.images,
+        cosine=total / own.images if own.embeds else None,
+        tokens=own.tokens(),
+        base=unpruned.figures() if compare else None,
+        speedup=median(b / a for a, b in zip(own.pace, unpruned.pace)) if compare else None,
+        bad=lines,
+    )
+
+
+def evaluate(
+    model: nn.Module,
+    data: str | Path | torch.Tensor | tuple[torch.Tensor, torch.Tensor] | Sequence[Photo] | Stream | Iterable[Any],
+    labels: torch.Tensor | None = None,
+    *,
+    split: str | None = None,
+    root: Path | None = None,
+    samples: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 32,
+    workers: int | None = None,
+    on_bad_image: Literal["error", "skip"] = "error",
+    compare: bool = False,
+    base: nn.Module | None = None,
+    world: World = ALONE,
+    progress: bool = True,
+) -> Evaluation:
+    """Evaluate a model, reduced or not, on images with or without labels.
+
+    With labels it gives top-1 and top-5. A reduced model with classes is compared by its first guesses with the
+    unpruned model (`agreement`, in percent), one without classes by its embeddings (`cosine`).
+
+    Args:
+        model: In eval mode, of timm or transformers.
+        data: A folder of photos, with a subfolder per class if they have labels, or the name of a data set, as for
+            `tntprune eval --data`; or images (n, C, H, W), normalised as the model wants them, alone or in a pair with
+            their labels (n,); or a Dataset or DataLoader of images or of (images, labels).
+        labels: (n,), with a tensor of images.
+        split: Of a data set or a folder, as for `tntprune eval`.
+        root: Where "torch/" data lies, and where "hfds/" data is kept.
+        samples: How many photos a stream has, if it does not report its length.
+        limit: Evaluate at most so many photos, drawn at random and always the same ones; of a folder or data set.
+        batch_size: Images per batch; a DataLoader has its own.
+        workers: Processes that read photos; None for half the processors.
+        on_bad_image: "error" stops at the first photo that cannot be read; "skip" leaves it out and counts it.
+        compare: Also give the unpruned model's figures; the two take turns in going first.
+        base: The unpruned model, if it is not the same one without its reduction: before it was fine-tuned.
+        world: The processes that evaluate together, on photos; they share the batches.
+        progress: Show a bar.
+
+    Returns:
+        The figures. Those that do not apply are None.
+
+    Raises:
+        UserError: the data cannot be used, a photo cannot be read and none is to be skipped, an output is not finite,
+            or the model is in training mode.
+        UsageError: an option is out of range, or does not go with such data.
+    """
+    check_whole("batch_size", batch_size, 1)
+    if limit is not None:
+        check_whole("limit", limit, 1)
+    if model.training:
+        raise UserError("the model is in training mode; expected model.eval() before it is evaluated")
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, torch.Tensor) for part in data):
+        if labels is not None:
+            raise UsageError("labels were given twice; expected (images, labels), or images and labels")
+        images: Any = data
+        data, labels = images
+    if labels is not None and not isinstance(data, torch.Tensor):
+        raise UsageError("labels go with a tensor of images; a loader gives its own, and a folder's are its subfolders")
+    if isinstance(data, str | Path):
+        with world.main_first():
+            data = open_photos(data, model, split=split, root=root, samples=samples, labelled=None)
+    given = {"limit": limit, "split": split, "root": root, "samples": samples}
+    if not _are_photos(data):
+        if odd := next((name for name, value in given.items() if value is not None), None):
+            raise UsageError(f"{odd}={given[odd]} with {type(data).__name__}; expected a folder or a data set")
+        batches = tqdm(_batches(model, data, labels, batch_size), unit="batch", desc="evaluating", disable=not progress)
+        return measure(model, batches, compare=compare, base=base)
+    photos: Any = data
+    if limit is not None and isinstance(photos, Stream):
+        raise UsageError(f"limit={limit} of a stream, whose photos have no positions; expected samples={limit}")
+    return _on_photos(
+        model, photos if limit is None else limited(photos, limit), batch_size=batch_size,
+        workers=default_workers() if workers is None else workers, on_bad_image=on_bad_image, compare=compare,
+        base=base, world=world, progress=progress,
+    )  # fmt: skip
+
+
+def _are_photos(data: Any) -> bool:
+    """Whether these are photos that are still to be read, and not batches of pixels."""
+    if isinstance(data, list):
+        return all(isinstance(item, Photo) for item in data)
+    return isinstance(data, Stream | Listed | Packed | Chosen)
+
+
+def _batches(model: nn.Module, data: Any, labels: torch.Tensor | None, batch_size: int) -> Iterator[Any]:
+    """Pixels and labels of a tensor, a Dataset or a loader, checked; see `measure`."""
+    backbone = find_backbone(model)
+    classes, dtype = backbone.classes(model), next(model.parameters()).dtype
+    if isinstance(data, torch.Tensor):
+        backbone.check_images(model, data)
+        if labels is not None and not classes:
+            raise UsageError("labels were given, but the model has no classes; expected images alone")
+        if labels is not None and labels.shape != data.shape[:1]:
+            raise UserError(f"labels of shape {tuple(labels.shape)} for {len(data)} images; expected ({len(data)},)")
+        parts = [None] * len(data) if labels is None else labels.split(batch_size)
+        data = zip(data.split(batch_size), parts, strict=False)
+    elif isinstance(data, Dataset):
+        data = DataLoader(data, batch_size=batch_size)
+    elif not isinstance(data, Iterable):
+        raise UserError(f"{type(data).__name__} given; expected a folder, a tensor, a Dataset or a DataLoader")
+    for item in data:
+        images, own = pair_in(item)
+        backbone.check_images(model, images)
+        if own is None or not classes:
+            own = torch.full((len(images),), -1)
+        elif own.shape != images.shape[:1] or not bool(((own >= 0) & (own < classes)).all()):
+            raise UserError(
+                f"labels of shape {tuple(own.shape)}, from {own.min()} to {own.max()}, for {len(images)} images; "
+                f"expected ({len(images)},), classes from 0 to {classes - 1}"
+            )
+        yield images.to(dtype), own
+
+
+def _on_photos(
+    model: nn.Module,
+    photos: Sequence[Photo] | Stream,
+    *,
+    batch_size: int,
+    workers: int,
+    on_bad_image: Literal["error", "skip"],
+    compare: bool,
+    base: nn.Module | None,
+    world: World,
+    progress: bool,
+) -> Evaluation:
+    """Evaluate a model on photos that are read meanwhile; see `evaluate`.
+
+    Several processes share the batches: they are the same ones as in a single process, and so are the figures.
+    """
+    check_whole("workers", workers, 0)
+    reader = Photos(photos, transform_for(model), input_mode(model))
+    loader = in_order(reader, batch_size, workers, world.rank, world.size, pin=device_of(model).type == "cuda")
+    bad: list[str] = []
+
+    def batches() -> Iterator[Any]:
+        with tqdm(total=len(photos), unit="image", desc="evaluating", disable=not progress or not world.main) as bar:
+            for batch in loader:
+                bad.extend(batch.bad)
+                if batch.bad and on_bad_image == "error":
+                    raise UserError(f"{batch.bad[0]} (or leave such images out with --on-bad-image skip)")
+                if len(batch.images):
+                    yield batch.images, batch.labels
+                bar.update(min(len(photos) - bar.n, (len(batch.labels) + len(batch.bad)) * world.size))
+
+    def all_bad() -> list[str]:
+        return [line for lines in world.gather(bad) for line in lines]
+
+    return measure(model, batches(), all_bad, compare, base, world)

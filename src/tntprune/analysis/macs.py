@@ -1,0 +1,147 @@
+"""Multiply-accumulates in closed form: no weights, no run. What the paper calls GFLOPs.
+
+Counted as the paper does, with fvcore's rules: matrix products in full, 5 for each element of a normalisation, nothing
+for softmax, activations, sorting and gathering. Fused attention is counted too, which counting tools miss.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tntprune.backbones.attach import is_reduced, reduction_of
+from tntprune.backbones.base import Costs, find_backbone, tower_of
+from tntprune.errors import UserError
+from tntprune.methods.schedule import Counts, counts
+from tntprune.system.units import unit_of
+
+
+@dataclass(frozen=True)
+class Macs:
+    """Multiply-accumulates for one image.
+
+    Args:
+        macs: In all.
+        base_macs: Of the unpruned model.
+        tokens: Patch tokens that enter each block. Where their number differs from image to image, this and every
+            other figure is the most that is possible.
+        mlp_tokens: That enter each block's MLP.
+        per_block: Of each block.
+        reduction: Of the steps that remove tokens, by block.
+        embed: Of the patch embedding.
+        head: Of everything after the last block.
+        most: Whether the number of tokens differs from image to image, so that these are the most that is possible.
+    """
+
+    macs: int
+    base_macs: int
+    tokens: list[int]
+    mlp_tokens: list[int]
+    per_block: list[int]
+    reduction: dict[int, int]
+    embed: int
+    head: int
+    most: bool = False
+
+    def __str__(self) -> str:
+        scale, unit = unit_of(self.base_macs)
+        lines = [f"{self.macs / scale:.2f} {unit} instead of {self.base_macs / scale:.2f}"]
+        if self.most:
+            lines[0] = f"at most {lines[0]}: each image keeps another number of tokens, and `eval` tells the mean"
+        lines += [
+            f"  block {number:2}: {tokens:4} patch tokens, {cost / scale:.3f} {unit}"
+            for number, (tokens, cost) in enumerate(zip(self.tokens, self.per_block, strict=True), 1)
+        ]
+        lines.append(f"  scoring and removing: {sum(self.reduction.values()) / scale:.3f} {unit}")
+        lines.append(f"  embedding and head: {(self.embed + self.head) / scale:.3f} {unit}")
+        return "\n".join(lines)
+
+
+def macs(model: nn.Module, img_size: tuple[int, int] | None = None) -> Macs:
+    """Count the multiply-accumulates of a model, reduced or not.
+
+    Args:
+        model: A supported model; it is not changed.
+        img_size: Rows and columns of pixels, if not the model's own size. Only of timm's models.
+
+    Raises:
+        UserError: the model is not supported, or cannot be given another image size.
+    """
+    if img_size is not None:
+        return macs(_at_size(model, img_size))
+    backbone = find_backbone(model)
+    layout, costs = backbone.layout(model), backbone.costs(model)
+    whole = counts((), layout.patches, layout.depth)
+    base = sum(block_macs(costs, whole, layout.prefix)) + costs.embed + head_macs(costs, layout.patches, layout.prefix)
+    method = reduction_of(model) if is_reduced(model) else None
+    steps = () if method is None else tuple(method.steps(layout.patches).values())
+    left = counts(steps, layout.patches, layout.depth)
+    per_block = block_macs(costs, left, layout.prefix)
+    own: dict[int, int] = {}
+    for step in steps:
+        assert method is not None
+        own[step.place.block] = own.get(step.place.block, 0) + method.macs(step)
+    head = head_macs(costs, left.last, layout.prefix)
+    total = sum(per_block) + sum(own.values()) + costs.embed + head
+    most = method is not None and method.config.variable
+    return Macs(total, base, left.attention, left.mlp, per_block, own, costs.embed, head, most)
+
+
+def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:
+    """Multiply-accumulates of each image of a batch, where the number of tokens differs from image to image.
+
+    Padding, which a batch of images needs, is not counted: this is what an image costs on its own.
+
+    Args:
+        model: A reduced model.
+        counts: `Trace.counts` of the batch, and at its end the tokens that are left.
+
+    Raises:
+        UserError: the model is not supported.
+    """
+    backbone, method = find_backbone(model), reduction_of(model)
+    layout, costs = backbone.layout(model), backbone.costs(model)
+    steps = method.steps(layout.patches).values()
+    found = []
+    for image in torch.stack(counts, 1).tolist():  # patch tokens before each half of each block, then at the end
+        left = Counts(image[:-1:2], image[1:-1:2], image[-1])
+        total = sum(block_macs(costs, left, layout.prefix)) + costs.embed + head_macs(costs, left.last, layout.prefix)
+        for step in steps:
+            half = 2 * step.place.block - (2 if step.place.inside else 1)
+            entering = image[max(0, half)]
+            total += method.macs(step._replace(entering=entering))
+        found.append(total)
+    return found
+
+
+def _at_size(model: nn.Module, img_size: tuple[int, int]) -> nn.Module:
+    """A copy without weights that takes images of another size."""
+    find_backbone(model)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    shapes: dict[int, Any] = {id(value): torch.empty_like(value, device="meta") for _, value in named}
+    for _, parameter in model.named_parameters():
+        shapes[id(parameter)] = nn.Parameter(shapes[id(parameter)], requires_grad=False)
+    twin = copy.deepcopy(model, shapes)  # what it is told to have copied already, it does not copy
+    tower: Any = tower_of(twin)
+    if not hasattr(tower, "set_input_size"):
+        raise UserError(f"{type(model).__name__} cannot be given another image size; expected one of timm's models")
+    patch = tower.patch_embed.patch_size
+    if any(size < step or size % step for size, step in zip(img_size, patch, strict=True)):
+        raise UserError(f"img_size={img_size}: expected rows and columns in multiples of the patches' {patch}")
+    tower.set_input_size(img_size)
+    return twin
+
+
+def block_macs(costs: Costs, left: Counts, prefix: int) -> list[int]:
+    """Multiply-accumulates of each block with so many patch tokens in it."""
+    pairs = zip(left.attention, left.mlp, costs.blocks, strict=True)
+    return [(n + prefix) * b.attention + (n + prefix) ** 2 * b.pair + (m + prefix) * b.mlp for n, m, b in pairs]
+
+
+def head_macs(costs: Costs, patches: int, prefix: int) -> int:
+    """Multiply-accumulates of everything after the last block, which so many patch tokens leave."""
+    return costs.norm * (patches + prefix) + costs.pool * patches + costs.head

@@ -1,0 +1,78 @@
+"""What a reduction is measured beside: the same numbers of tokens, chosen without a thought or at random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from tntprune.backbones.attach import reduction_of, twin_of
+from tntprune.backbones.base import tower_of
+from tntprune.methods import Random
+from tntprune.methods.base import Method, Plan
+from tntprune.methods.random import RandomDrop
+from tntprune.methods.schedule import Place, Step
+from tntprune.ops.attention import Heads
+from tntprune.ops.tokens import Tokens
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Beside(Method):
+    """As many tokens at the same places as another method leaves, where its number is the same in every image."""
+
+    def __init__(self, other: Method) -> None:
+        self._schedule = other._schedule  # type: ignore[method-assign]  # before it is asked for
+        super().__init__(other.config, other.layout)
+        self.calibrated = True  # it has nothing to learn
+
+    def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
+        return None
+
+    def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:
+        step = plan.get(place)
+        if step is None or step.leaving >= tokens.count:  # Evo-ViT brings tokens back at its last place
+            return tokens
+        return self.reduce(tokens, step, heads)
+
+
+class Slicing(Beside):
+    """The oracle: the first tokens, cut off without scoring or gathering. No method can be faster."""
+
+    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+        last, source = tokens.prefix + step.leaving, tokens.source
+        return replace(
+            tokens,
+            x=tokens.x[:, :last].contiguous(),  # (B, prefix + leaving, D)
+            index=tokens.index[:, : step.leaving],
+            source=None if source is None else torch.where(source < step.leaving, source, -1),
+        )
+
+
+class Scattered(Beside):
+    """Random drop, as the method of that name does it."""
+
+    def __init__(self, other: Method) -> None:
+        super().__init__(other)
+        self.drop = RandomDrop(Random(at=0), other.layout)  # a place that every model has
+
+    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+        return self.drop.reduce(tokens, step, heads)
+
+
+def beside(model: Model, kind: type[Beside]) -> Model:
+    """A second model that shares every weight with a reduced one and leaves as many tokens at the same places.
+
+    Args:
+        model: A reduced model.
+        kind: `Slicing` for the oracle, `Scattered` for random drop.
+
+    Raises:
+        UserError: the model is not reduced.
+    """
+    method = kind(reduction_of(model)).train(model.training)
+    twin = twin_of(model)
+    tower_of(twin).reduction = method
+    return twin

@@ -1,0 +1,128 @@
+"""Putting a method on a model, and taking it off again: the engine under `tntprune.reduce_` and `tntprune.restore_`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from tntprune.backbones.base import find_backbone, refuse_wrapper, tower_of
+from tntprune.backbones.reduced import Reduced
+from tntprune.backbones.swapping import (
+    forget_replaced,
+    obstacle_in,
+    parts_of,
+    refuse_sharded,
+    replaced_in,
+    running_device,
+    swap,
+    swap_back,
+)
+from tntprune.errors import UsageError, UserError
+from tntprune.methods import Combination, Config, implementation
+from tntprune.methods.base import Method
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def attach(model: Model, config: Config, *more: Config) -> Model:
+    """Put a reduction on a model, in place, instead of the one that may be there.
+
+    Args:
+        model: A supported model.
+        config: What to do.
+        *more: Further reductions at places of their own.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: the model is not supported, or the method cannot be applied to it, and why.
+        UsageError: the config does not fit the model.
+    """
+    for one in (config, *more):
+        if not isinstance(one, Config):
+            what = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
+            raise UsageError(f"{what} given; expected a config, such as tntprune.TNT(at=3, keep=0.5)")
+    backbone = find_backbone(model)
+    layout, tower = backbone.layout(model), backbone.tower(model)
+    given = [part for one in (config, *more) for part in getattr(one, "parts", [one])]
+    for part in given:
+        if reason := implementation(type(part)).obstacle(layout, part):
+            raise UserError(f"{part.method} cannot be applied here: {reason}")
+    if reason := obstacle_in(model, backbone):
+        raise UserError(f"this {type(model).__name__} cannot be reduced: {reason}")
+    if more:
+        config = Combination(parts=given)
+    kind = implementation(type(config))
+    with torch.inference_mode(False):  # or its parameters could never be trained
+        method = kind(config, layout).train(tower.training)
+        tower.reduction = method.to(running_device(tower))
+    swap(model, backbone)
+    return model
+
+
+def detach(model: Model) -> Model:
+    """Take the reduction off, in place: the base model again, bit for bit. A model without one stays as it is.
+
+    Raises:
+        UserError: the model is inside another module, compiled or sharded, and what to give instead.
+    """
+    refuse_wrapper(model)
+    tower: Any = tower_of(model)
+    if is_reduced(model):
+        backbone = find_backbone(model)
+        refuse_sharded(model, "restored")
+        if reason := replaced_in(model, backbone):
+            raise UserError(f"this {type(model).__name__} cannot be restored: {reason}")
+        swap_back(model, backbone)
+        del tower.reduction
+    return model
+
+
+def base_of(model: Model) -> Model:
+    """The unpruned model as a second object that shares every weight with the first."""
+    return detach(twin_of(model))
+
+
+def twin_of(model: Model) -> Model:
+    """The same model as a second object that shares every weight with the first, to put another reduction on."""
+    own = set(parts_of(model, find_backbone(model)))  # the modules whose classes a reduction swaps
+
+    def doubled(module: Any) -> Any:
+        """Copy the module if it is one of those, or holds one of them."""
+        inner = {name: doubled(child) for name, child in module._modules.items() if child is not None}
+        if module not in own and all(inner[name] is module._modules[name] for name in inner):
+            return module
+        twin = copy.copy(module)
+        twin._modules = {**module._modules, **inner}
+        twin.__dict__.pop("traces", None)  # nobody records it
+        forget_replaced(twin)
+        return twin
+
+    return doubled(model)  # type: ignore[no-any-return]
+
+
+def is_reduced(model: nn.Module) -> bool:
+    """Whether there is a reduction on a model."""
+    return isinstance(tower_of(model), Reduced)
+
+
+def reduction_of(model: nn.Module) -> Method:
+    """The method of a reduced model.
+
+    Raises:
+        UserError: the model is not reduced.
+    """
+    tower = tower_of(model)
+    if not isinstance(tower, Reduced):
+        find_backbone(model)  # which says what is the matter with one that is wrapped, or not supported
+        raise UserError(f"{type(model).__name__} is not reduced; call tntprune.reduce_ first")
+    return tower.reduction
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device on which a model runs."""
+    return running_device(model)

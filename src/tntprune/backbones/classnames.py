@@ -1,0 +1,50 @@
+"""The names of a model's classes, kept with weights that were trained on somebody's own photos."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tntprune.errors import UserError
+from tntprune.system.storage import read_metadata
+
+ENTRY = "classes"  # of the metadata of a file of weights
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """The names of a model's classes in their order, where timm's `label_names` tell them; else none."""
+    about = getattr(model, "pretrained_cfg", None) or {}
+    return [str(name) for name in about.get("label_names") or ()]
+
+
+def name_classes(model: Any, names: Sequence[str]) -> None:
+    """Let a model know the names of its classes, in their order."""
+    model.pretrained_cfg = {**(getattr(model, "pretrained_cfg", None) or {}), "label_names": tuple(names)}
+
+
+def packed_names(model: nn.Module) -> dict[str, str]:
+    """The entry that keeps the names in a file of weights; none where there are no names."""
+    names = class_names(model)
+    fits = len(names) == getattr(model, "num_classes", len(names))  # not those of a head that was replaced
+    return {ENTRY: json.dumps(names)} if names and fits else {}
+
+
+def saved_names(path: Path) -> list[str]:
+    """The names that a file of weights keeps, if any.
+
+    Raises:
+        UserError: they are no list of different names.
+    """
+    if path.suffix.lower() != ".safetensors":
+        return []
+    try:
+        names = json.loads(read_metadata(path).get(ENTRY, "[]"))
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names) or len(set(names)) < len(names):
+        raise UserError(f"{path}: broken names of classes in its metadata; expected a list of different names")
+    return names

@@ -1,0 +1,136 @@
+"""Hugging Face's CLIP: the vision tower alone, with its projection, with a classifier, and inside the whole model."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.models.clip import modeling_clip as clip
+
+from tntprune.backbones.base import Costs
+from tntprune.backbones.hf.adapter import HuggingFace, linears
+from tntprune.backbones.hf.anatomy import Anatomy, Parts
+from tntprune.backbones.hf.towers import (
+    OpenAttention,
+    OpenLayer,
+    ReducedModel,
+    ReducedPooling,
+    ReducedTower,
+    mean_by_size,
+)
+from tntprune.methods.base import Layout
+from tntprune.ops.tokens import Tokens
+
+
+def parts(block: Any) -> Parts:
+    """The parts of a block of CLIP, which SigLIP's are named after."""
+    attention = block.self_attn
+    return Parts(
+        block.layer_norm1, attention, attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj,
+        attention.head_dim, _as_it_is, block.layer_norm2, block.mlp, _as_it_is,
+    )  # fmt: skip
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+ANATOMY = Anatomy(
+    name="CLIP",
+    layers=(clip.CLIPEncoderLayer,),
+    blocks=lambda tower: tower.encoder.layers,
+    prefix=lambda tower: 1,
+    patch=lambda tower: tower.embeddings.patch_embedding,
+    image_size=lambda tower: (tower.embeddings.image_size, tower.embeddings.image_size),
+    parts=parts,
+)
+
+
+class CLIPEncoderLayer(OpenLayer, clip.CLIPEncoderLayer):  # type: ignore[misc]
+    """A CLIPEncoderLayer with a reduction inside it."""
+
+    parts = staticmethod(parts)
+
+
+class CLIPAttention(OpenAttention, clip.CLIPAttention):  # type: ignore[misc]
+    """A CLIPAttention that a reduction can look at."""
+
+    names = ("out_proj", "scale", "dropout")
+
+
+class CLIPVisionModel(ReducedTower, clip.CLIPVisionModel):  # type: ignore[misc]
+    """A CLIPVisionModel whose forward drops or merges tokens."""
+
+    anatomy = ANATOMY
+
+    def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+        return self.pre_layrnorm(super().embed(images, **options)[0]), None
+
+    def final(self, tokens: Tokens) -> Tokens:
+        return tokens  # CLIP's last norm is for the CLS token alone
+
+    def pooled(self, tokens: Tokens) -> torch.Tensor:
+        return self.post_layernorm(tokens.x[:, 0, :])  # type: ignore[no-any-return]
+
+    def forward(self, pixel_values: Any = None, interpolate_pos_encoding: Any = False, **kwargs: Any) -> Any:
+        """Images to the tokens that are left, and to the CLS token, normalised."""
+        masks = (kwargs.get("attention_mask"),)
+        return self.answer(pixel_values, masks, kwargs, interpolate_pos_encoding=interpolate_pos_encoding)
+
+
+class CLIPVisionModelWithProjection(ReducedModel, clip.CLIPVisionModelWithProjection):  # type: ignore[misc]
+    """A CLIPVisionModelWithProjection with such a tower."""
+
+
+class CLIPModel(ReducedModel, clip.CLIPModel):  # type: ignore[misc]
+    """A CLIPModel with such a tower; the text is left as it is."""
+
+
+class CLIPForImageClassification(ReducedPooling, clip.CLIPForImageClassification):  # type: ignore[misc]
+    """A CLIPForImageClassification with such a tower."""
+
+    pool = staticmethod(mean_by_size)
+
+    def forward(self, pixel_values: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        """Images to logits, as the unpruned model; the mean weighs merged tokens by their size."""
+        options = {"interpolate_pos_encoding": kwargs.pop("interpolate_pos_encoding", False)}
+        found = self.vision_model.outputs(pixel_values, (kwargs.get("attention_mask"),), kwargs, pools=False, **options)
+        return self.classify(labels, found, kwargs)
+
+
+class HuggingFaceCLIP(HuggingFace):
+    """The adapter."""
+
+    anatomy = ANATOMY
+    swaps: ClassVar = {
+        clip.CLIPVisionModel: CLIPVisionModel,
+        clip.CLIPVisionModelWithProjection: CLIPVisionModelWithProjection,
+        clip.CLIPForImageClassification: CLIPForImageClassification,
+        clip.CLIPModel: CLIPModel,
+    }
+    opened: ClassVar = {clip.CLIPEncoderLayer: CLIPEncoderLayer, clip.CLIPAttention: CLIPAttention}
+    holders: ClassVar = dict.fromkeys(
+        (clip.CLIPVisionModelWithProjection, clip.CLIPForImageClassification, clip.CLIPModel), "vision_model"
+    )
+
+    def pool(self, model: nn.Module) -> str:
+        return "avg" if hasattr(model, "classifier") else "token"
+
+    def ends(self, model: Any, costs: Costs, shape: Layout) -> Costs:
+        """Of a whole CLIPModel, what an image costs; the text is not counted."""
+        heads = [getattr(model, name) for name in ("classifier", "visual_projection") if hasattr(model, name)]
+        return costs._replace(  # the last norm is for the CLS token alone
+            embed=costs.embed + (shape.patches + shape.prefix) * costs.norm, norm=0, head=costs.norm + linears(*heads)
+        )
+
+    def head(self, model: Any, tokens: Tokens, pooled: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        out: Any = pooled
+        if hasattr(model, "classifier"):
+            out = model.classifier(mean_by_size(tokens))
+        elif hasattr(model, "visual_projection"):
+            out = model.visual_projection(pooled)
+        return out, out
+
+
+ADAPTER = HuggingFaceCLIP()

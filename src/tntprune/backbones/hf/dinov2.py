@@ -1,0 +1,206 @@
+"""Hugging Face's DINOv2, with and without register tokens: the models alone, with classifiers, as backbones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import BackboneOutput
+from transformers.models.dinov2 import modeling_dinov2 as plain
+from transformers.models.dinov2_with_registers import modeling_dinov2_with_registers as registers
+
+from tntprune.backbones.base import Costs
+from tntprune.backbones.hf.adapter import HuggingFace, linears
+from tntprune.backbones.hf.anatomy import Anatomy, Parts
+from tntprune.backbones.hf.towers import OpenAttention, OpenLayer, ReducedPooling, ReducedTower, as_asked, mean_by_size
+from tntprune.backbones.reduced import refuse_proxy
+from tntprune.methods.base import Layout
+from tntprune.ops.tokens import Tokens, fill, spread
+
+
+def _parts(block: Any) -> Parts:
+    attention = block.attention
+    return Parts(
+        block.norm1, attention, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+        attention.head_dim, lambda x: block.drop_path(block.layer_scale1(x)),
+        block.norm2, block.mlp, lambda x: block.drop_path(block.layer_scale2(x)),
+    )  # fmt: skip
+
+
+ANATOMY = Anatomy(
+    name="DINOv2",
+    layers=(plain.Dinov2Layer, registers.Dinov2WithRegistersLayer),
+    blocks=lambda tower: tower.encoder.layer,
+    prefix=lambda tower: 1 + getattr(tower.config, "num_register_tokens", 0),
+    patch=lambda tower: tower.embeddings.patch_embeddings.projection,
+    image_size=lambda tower: tuple(tower.embeddings.patch_embeddings.image_size),
+    parts=_parts,
+    interpolates=False,
+)
+
+
+class Dinov2Layer(OpenLayer, plain.Dinov2Layer):  # type: ignore[misc]
+    """A Dinov2Layer with a reduction inside it."""
+
+    parts = staticmethod(_parts)
+
+
+class Dinov2WithRegistersLayer(OpenLayer, registers.Dinov2WithRegistersLayer):  # type: ignore[misc]
+    """A Dinov2WithRegistersLayer with a reduction inside it."""
+
+    parts = staticmethod(_parts)
+
+
+class Dinov2Attention(OpenAttention, plain.Dinov2Attention):  # type: ignore[misc]
+    """A Dinov2Attention that a reduction can look at."""
+
+
+class Dinov2WithRegistersAttention(OpenAttention, registers.Dinov2WithRegistersAttention):  # type: ignore[misc]
+    """A Dinov2WithRegistersAttention that a reduction can look at."""
+
+
+class _Tower(ReducedTower):
+    anatomy = ANATOMY
+
+    def final(self: Any, tokens: Tokens) -> Tokens:
+        return replace(tokens, x=self.layernorm(tokens.x))
+
+    def pooled(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.x[:, 0, :]
+
+
+class _Model(_Tower):
+    def forward(
+        self, pixel_values: Any = None, bool_masked_pos: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        """Images to the tokens that are left, normalised."""
+        return self.answer(pixel_values, (bool_masked_pos, attention_mask), kwargs)
+
+
+def _pool(tokens: Tokens) -> torch.Tensor:
+    """What the classifiers read: the CLS token and the mean of the patch tokens, (B, 2 D)."""
+    return torch.cat([tokens.x[:, 0], mean_by_size(tokens)], dim=1)
+
+
+class _Classifier(ReducedPooling):
+    pool = staticmethod(_pool)
+
+    def forward(
+        self: Any, pixel_values: Any = None, labels: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        """Images to logits, as the unpruned model; the mean weighs merged tokens by their size."""
+        tower: Any = self.get_submodule(self.base_model_prefix)
+        loss = {name: value for name, value in kwargs.items() if name != "return_dict"}
+        return self.classify(
+            labels, tower.outputs(pixel_values, (attention_mask,), kwargs, pools=False), kwargs, **loss
+        )
+
+
+class _Backbone(_Tower):
+    def forward(self: Any, pixel_values: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        """Images to a map of every stage that is asked for, with dropped places filled as in `tntprune.features`.
+
+        Of a stage come the tokens that its block computed, before those go that are dropped after it; of the last, what
+        is left.
+        """
+        refuse_proxy(pixel_values)
+        wanted = self.check((attention_mask,), kwargs)
+        grid, depth = self.grid(pixel_values), len(self.blocks)
+        maps: list[torch.Tensor] = []
+        states: list[torch.Tensor | None] = []
+
+        def add(number: int, tokens: Tokens) -> None:
+            if self.stage_names[number] not in self.out_features:
+                return
+            tokens = self.reduction.unfold(tokens)
+            tokens = self.final(tokens) if self.config.apply_layernorm else tokens
+            if self.config.reshape_hidden_states:
+                maps.append(fill(tokens, grid))
+            else:
+                maps.append(torch.cat([tokens.x[:, : tokens.prefix], spread(tokens, grid)], 1))  # (B, prefix + N, D)
+
+        def made(number: int, tokens: Tokens) -> None:
+            if number < depth:
+                add(number, tokens)
+
+        def left(number: int, tokens: Tokens) -> None:
+            states.append(tokens.x if number in wanted else None)
+            if number == depth:
+                add(number, self.joined(tokens))
+
+        self.walk(pixel_values, visit=left, made=made)
+        out = BackboneOutput(feature_maps=tuple(maps), hidden_states=tuple(states) if wanted else None)
+        return as_asked(self, out, kwargs)
+
+
+class Dinov2Model(_Model, plain.Dinov2Model):  # type: ignore[misc]
+    """A Dinov2Model whose forward drops or merges tokens."""
+
+
+class Dinov2WithRegistersModel(_Model, registers.Dinov2WithRegistersModel):  # type: ignore[misc]
+    """A Dinov2WithRegistersModel whose forward drops or merges tokens."""
+
+
+class Dinov2Backbone(_Backbone, plain.Dinov2Backbone):  # type: ignore[misc]
+    """A Dinov2Backbone whose forward drops or merges tokens."""
+
+
+class Dinov2WithRegistersBackbone(_Backbone, registers.Dinov2WithRegistersBackbone):  # type: ignore[misc]
+    """A Dinov2WithRegistersBackbone whose forward drops or merges tokens."""
+
+
+class Dinov2ForImageClassification(_Classifier, plain.Dinov2ForImageClassification):  # type: ignore[misc]
+    """A Dinov2ForImageClassification with such a tower."""
+
+
+class Dinov2WithRegistersForImageClassification(
+    _Classifier,
+    registers.Dinov2WithRegistersForImageClassification,  # type: ignore[misc]
+):
+    """A Dinov2WithRegistersForImageClassification with such a tower."""
+
+
+class HuggingFaceDinov2(HuggingFace):
+    """The adapter."""
+
+    anatomy = ANATOMY
+    swaps: ClassVar = {
+        plain.Dinov2Model: Dinov2Model,
+        plain.Dinov2ForImageClassification: Dinov2ForImageClassification,
+        registers.Dinov2WithRegistersModel: Dinov2WithRegistersModel,
+        registers.Dinov2WithRegistersForImageClassification: Dinov2WithRegistersForImageClassification,
+        plain.Dinov2Backbone: Dinov2Backbone,
+        registers.Dinov2WithRegistersBackbone: Dinov2WithRegistersBackbone,
+    }
+    opened: ClassVar = {
+        plain.Dinov2Layer: Dinov2Layer,
+        registers.Dinov2WithRegistersLayer: Dinov2WithRegistersLayer,
+        plain.Dinov2Attention: Dinov2Attention,
+        registers.Dinov2WithRegistersAttention: Dinov2WithRegistersAttention,
+    }
+    holders: ClassVar = {
+        plain.Dinov2ForImageClassification: plain.Dinov2ForImageClassification.base_model_prefix,
+        registers.Dinov2WithRegistersForImageClassification: (
+            registers.Dinov2WithRegistersForImageClassification.base_model_prefix
+        ),
+    }
+
+    def pool(self, model: nn.Module) -> str:
+        return "avg" if hasattr(model, "classifier") else "token"
+
+    def ends(self, model: Any, costs: Costs, shape: Layout) -> Costs:
+        return costs._replace(head=linears(getattr(model, "classifier", nn.Identity())))
+
+    def unpruned(self, tower: Any, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not isinstance(tower, plain.Dinov2Backbone | registers.Dinov2WithRegistersBackbone):
+            return super().unpruned(tower, images)
+        return tower.layernorm(tower.encoder(tower.embeddings(images)).last_hidden_state), None
+
+    def head(self, model: Any, tokens: Tokens, pooled: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        out = model.classifier(_pool(tokens)) if hasattr(model, "classifier") else tokens.x[:, 0]
+        return out, out
+
+
+ADAPTER = HuggingFaceDinov2()

@@ -1,0 +1,199 @@
+"""`tntprune bench`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from tntprune.bench.names import Backend, DType
+from tntprune.cli.console import tell
+from tntprune.cli.options import MethodOptions
+from tntprune.cli.shared_flags import MAX_BATCH, MAX_WORKERS, ImgSize, Json, MethodName, Model, Reducer, Seed, Then
+from tntprune.system.flags import Within, Written
+from tntprune.system.units import unit_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tntprune.methods import Config
+
+
+def bench(
+    model: Model,
+    method: MethodName = None,
+    reducer: Reducer = None,
+    reduction: MethodOptions = MethodOptions(),
+    then: Then = (),
+    also: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            metavar="TEXT...",
+            help='more methods for the same run, such as "tome r=13" "evit keep=0.7"',
+            help_behavior_hint="",
+        ),
+    ] = (),
+    rates: Annotated[
+        tuple[float, ...],
+        tyro.conf.arg(
+            metavar="FLOAT...",
+            help="time what keeps a share at each of these, instead of at its own; not ToMe with its r, for example",
+            help_behavior_hint="",
+        ),
+        Within(0, 1, above=True),
+    ] = (),
+    weights: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="FILE", help="weights to load; without it random ones, which take as long", help_behavior_hint=""
+        ),
+    ] = None,
+    img_size: ImgSize = None,
+    batch_sizes: Annotated[
+        tuple[int, ...], tyro.conf.arg(metavar="INT...", help="images at a time"), Within(1, MAX_BATCH)
+    ] = (1, 8),
+    dtypes: Annotated[tuple[DType, ...], tyro.conf.arg(help="of weights and images")] = ("fp32",),
+    backends: Annotated[tuple[Backend, ...], tyro.conf.arg(help="how to run")] = ("eager",),
+    device: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DEVICE...", help="cpu, cuda or mps")] = ("cpu",),
+    threads: Annotated[
+        int | None,
+        tyro.conf.arg(metavar="INT", help="that torch uses on the CPU", help_behavior_hint=""),
+        Within(1, 1024),
+    ] = None,
+    rounds: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="how often each setting is timed"), Within(3, 100_000)
+    ] = 20,
+    latency_curve: Annotated[bool, tyro.conf.arg(help="also time the model at sixteen numbers of tokens")] = False,
+    data: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="DIR",
+            help="photos: also measure the loader alone, and loader and model together",
+            help_behavior_hint="",
+        ),
+    ] = None,
+    workers: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="processes that read photos"), Within(0, MAX_WORKERS)
+    ] = 1,
+    plot: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="PNG", help="a picture to write (.png, .svg, .pdf)", help_behavior_hint=""),
+        Written(),
+    ] = None,
+    seed: Seed = 0,
+    json: Json = False,
+) -> int:
+    """Time methods, rates, batch sizes, precisions and backends against each other, in turns.
+
+    Always beside: the unpruned model in its fastest setting, random drop, and an oracle that just cuts tokens off.
+    A setting is timed only if it gives what the eager model gives. Exit code 3 if some were left out.
+    """
+    import torch
+
+    from tntprune.backbones.models import check_device
+    from tntprune.bench.candidates import candidates
+    from tntprune.bench.latency_curve import curve_table
+    from tntprune.bench.latency_curve import latency_curve as curve
+    from tntprune.bench.measure import bench as run
+    from tntprune.bench.measure import merged
+    from tntprune.bench.pipeline import throughput, throughput_table
+    from tntprune.data.folders import all_photos
+    from tntprune.methods.checks import check_whole
+    from tntprune.report.bench_plot import plot as draw
+    from tntprune.serialization.checkpoint import files_of
+    from tntprune.system.storage import check_output
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    if plot is not None:
+        check_output(plot, [weights, data, *files_of(reducer)])
+    photos = all_photos(data) if data is not None else []
+    check_whole("device", len(device), 1)
+    for where in device:
+        check_device(where)  # all of them before any is measured
+    benchmarks, points, flow = [], [], []
+    for where in device:
+        built = _model(model, weights, where, img_size)
+        configs = _configs(method, reduction, then, also, rates, default=reducer is None)
+        trained = _trained(built, method, reducer, reduction, then, rates)
+        benchmarks.append(
+            run(built, configs, reduced=trained, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends,
+                rounds=rounds)
+        )  # fmt: skip
+        if latency_curve:
+            points += curve(built, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends, rounds=rounds)
+        if photos:
+            models = [one for one in candidates(built, configs, trained) if one.method not in ("oracle", "random")]
+            flow.append(throughput(models, photos, batch=max(batch_sizes), workers=workers))
+    found = merged(benchmarks)
+    text = [f"{model}: {_unpruned(built)}", str(found)]
+    if points:
+        text += ["", "time against tokens", curve_table(points)]
+    for one in flow:
+        text += ["", throughput_table(one)]
+    if plot is not None:
+        draw(plot, found.results, points, model, found.stamp)
+        text += ["", f"drawn to {plot}"]
+    told: dict[str, Any] = {
+        "model": model, "stamp": found.stamp, "threads": torch.get_num_threads(), "rounds": rounds,
+        "others": found.others, "results": [asdict(row) for row in found.results],
+        "failed": [asdict(one) for one in found.failed], "notes": found.notes,
+        "curve": [asdict(point) for point in points], "pipeline": [asdict(one) for models in flow for one in models],
+    }  # fmt: skip
+    tell(json, told, "\n".join(text))
+    return 3 if found.failed else 0
+
+
+def _model(name: str, weights: Path | None, device: str, img_size: tuple[int, int] | None) -> nn.Module:
+    from tntprune.backbones.models import load_model, random_model
+
+    if weights is None:
+        return random_model(name, device, img_size)
+    return load_model(name, weights, device, img_size)
+
+
+def _unpruned(model: nn.Module) -> str:
+    from tntprune.analysis.macs import macs
+
+    whole = macs(model).base_macs
+    scale, unit = unit_of(whole)
+    return f"{whole / scale:.2f} {unit} unpruned"
+
+
+def _configs(
+    method: str | None, flags: MethodOptions, then: tuple[str, ...], also: tuple[str, ...], rates: tuple[float, ...],
+    default: bool,
+) -> list[Config]:  # fmt: skip
+    """What to time; a method with further reductions behind it is one config."""
+    from tntprune.cli.options import configs_from
+    from tntprune.methods import TNT, Combination
+    from tntprune.methods.text import config_from_text
+
+    found: list[Config] = []
+    if default:
+        own = configs_from(method, flags, then)
+        found += [Combination(parts=own)] if len(own) > 1 else own
+    found += map(config_from_text, also)
+    if not found and default:
+        found.append(TNT())
+    varied = [[one.changed(keep=rate) for rate in rates] if rates and one.by_share else [one] for one in found]
+    return [config for configs in varied for config in configs]
+
+
+def _trained(
+    model: nn.Module, method: str | None, reducer: str | None, flags: MethodOptions, then: tuple[str, ...],
+    rates: tuple[float, ...],
+) -> list[nn.Module]:  # fmt: skip
+    """The trained reduction, at each rate, each on weights that it shares with the model."""
+    from dataclasses import replace
+
+    from tntprune.backbones.attach import twin_of
+    from tntprune.cli.options import apply
+
+    if reducer is None:
+        return []
+    every = [replace(flags, keep=(rate,)) for rate in rates] if rates else [flags]  # type: ignore[type-var]
+    return [apply(twin_of(model), method, reducer, one, then) for one in every]

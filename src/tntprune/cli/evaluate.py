@@ -1,0 +1,111 @@
+"""`tntprune eval`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Annotated
+
+import tyro
+
+from tntprune.cli.console import tell
+from tntprune.cli.options import MethodOptions, apply
+from tntprune.cli.shared_flags import (
+    BatchSize,
+    Device,
+    ImgSize,
+    Json,
+    Limit,
+    MethodName,
+    Model,
+    OnBadImage,
+    Reducer,
+    Root,
+    Samples,
+    Seed,
+    Split,
+    Then,
+    Weights,
+    Workers,
+    load,
+)
+from tntprune.system.messages import warn
+from tntprune.system.units import unit_of
+
+
+def evaluate(
+    model: Model,
+    data: Annotated[
+        str,
+        tyro.conf.arg(
+            metavar="DIR",
+            help="photos in class folders (WordNet ids for ImageNet), or without labels in DIR itself; or hfds/NAME, "
+            "hfids/NAME, wds/DIR, torch/NAME",
+        ),
+    ],
+    reducer: Reducer = None,
+    method: MethodName = None,
+    reduction: MethodOptions = MethodOptions(),
+    then: Then = (),
+    weights: Weights = None,
+    img_size: ImgSize = None,
+    device: Device = "cpu",
+    split: Split = None,
+    root: Root = None,
+    samples: Samples = None,
+    batch_size: BatchSize = 32,
+    workers: Workers = None,
+    limit: Limit = None,
+    on_bad_image: OnBadImage = "error",
+    compare: Annotated[
+        bool, tyro.conf.arg(help="also give the unpruned model's figures, batch by batch in turns")
+    ] = False,
+    seed: Seed = 0,
+    json: Json = False,
+) -> int:
+    """Top-1, top-5, agreement with the unpruned model, MACs and images/s.
+
+    Photos that lie in the folder itself have no labels, and give no top-1 and top-5. A model without classes gives the
+    mean cosine of its embeddings to those of the unpruned model instead.
+    """
+    import torch
+
+    from tntprune.analysis.evaluate import Figures
+    from tntprune.analysis.evaluate import evaluate as run
+    from tntprune.backbones.attach import is_reduced
+    from tntprune.system.distributed import join
+
+    torch.manual_seed(seed)
+    world = join(device)
+    loaded = load(model, weights, world.device(device), img_size)
+    before = copy.deepcopy(loaded) if reducer is not None else None  # where the model was trained too, it changes
+    built = apply(loaded, method, reducer, reduction, then)
+    found = run(
+        built, data, split=split, root=root, samples=samples, limit=limit, batch_size=batch_size, workers=workers,
+        on_bad_image=on_bad_image, compare=compare, base=before, world=world,
+    )  # fmt: skip
+    if not world.main:
+        return 3 if found.skipped else 0
+    for line in found.bad:
+        warn(f"skipped {line}")
+    rows: list[tuple[str, Figures]] = [("pruned" if is_reduced(built) else "unpruned", found)]
+    if found.base is not None:
+        rows.append(("unpruned", found.base))
+    scale, unit = unit_of(max(figures.macs for _, figures in rows))
+    right = found.top1 is not None
+    lines = [
+        f"{found.images} images, {found.skipped} skipped",
+        f"{'':9} " + f"{'top-1':>6} {'top-5':>6} " * right + f"{unit:>6} {'images/s':>9}",
+    ]
+    for name, f in rows:
+        told = f"{f.top1:6.2f} {f.top5:6.2f} " if right else ""
+        lines.append(f"{name:9} {told}{f.macs / scale:6.2f} {f.images_per_s:9.1f}")
+    if found.agreement is not None:
+        lines.append(f"agrees with the unpruned model on {found.agreement:.2f} %")
+    if found.cosine is not None:
+        lines.append(f"mean cosine of the embeddings to the unpruned model's: {found.cosine:.4f}")
+    if found.speedup is not None:
+        lines.append(f"{found.speedup:.2f} times as fast")
+    mean = "" if all(isinstance(n, int) for n in found.tokens) else ", on average"
+    lines.append(f"patch tokens entering each block{mean}: {' '.join(map(str, found.tokens))}")
+    tell(json, found.to_dict(), "\n".join(lines))
+    return 3 if found.skipped else 0

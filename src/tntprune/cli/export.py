@@ -1,0 +1,109 @@
+"""`tntprune export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from tntprune.cli.console import tell
+from tntprune.cli.options import MethodOptions, apply
+from tntprune.cli.shared_flags import MAX_BATCH, ImgSize, Json, MethodName, Model, Reducer, Then, Weights, load
+from tntprune.errors import UsageError, UserError
+from tntprune.system.flags import Within, Written
+from tntprune.system.units import unit_of
+
+if TYPE_CHECKING:
+    from tntprune.data.folders import Photo
+
+
+def export(
+    model: Model,
+    out: Annotated[
+        Path, tyro.conf.arg(metavar="FILE", help="what to write: .onnx, .xml (OpenVINO) or .pt2"), Written()
+    ],
+    to: Annotated[Literal["onnx", "openvino", "pt2"], tyro.conf.arg(help="the format")] = "onnx",
+    reducer: Reducer = None,
+    method: MethodName = None,
+    reduction: MethodOptions = MethodOptions(),
+    then: Then = (),
+    weights: Weights = None,
+    img_size: ImgSize = None,
+    dtype: Annotated[
+        Literal["fp32", "fp16", "bf16", "int8"],
+        tyro.conf.arg(help="what it computes in; int8 is for openvino and needs --data; bf16 is not for onnx"),
+    ] = "fp32",
+    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="images at a time"), Within(1, MAX_BATCH)] = 1,
+    dynamic_batch: Annotated[bool, tyro.conf.arg(help="any number of images at a time")] = False,
+    indices: Annotated[bool, tyro.conf.arg(help="a second output: the places of the tokens left at the end")] = False,
+    data: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="DIR", help="photos to calibrate int8 on, and others to check with", help_behavior_hint=""
+        ),
+    ] = None,
+    calibration_size: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="photos that int8 is measured on"), Within(1, 1_000_000)
+    ] = 128,
+    check: Annotated[bool, tyro.conf.arg(help="load the file anew and compare it with the model")] = False,
+    check_size: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="images that --check compares on"), Within(1, 1_000_000)
+    ] = 64,
+    json: Json = False,
+) -> int:
+    """Write a model, reduced or not, for another runtime, and beside it FILE.json: all one needs to run it."""
+    from tntprune.exporters.check import check as compare
+    from tntprune.exporters.export import export as write
+    from tntprune.exporters.export import files
+    from tntprune.exporters.pace import against_fp32
+    from tntprune.exporters.samples import chosen, read
+    from tntprune.serialization.checkpoint import files_of
+    from tntprune.system.storage import check_output
+
+    if dtype == "int8" and data is None:
+        raise UsageError("--dtype int8 needs photos to measure ranges on; expected --data DIR")
+    for file in files(out, to):
+        check_output(file, [weights, data, *files_of(reducer)])
+    built = apply(load(model, weights, "cpu", img_size), method, reducer, reduction, then)
+    checked: list[Photo] = []
+    used: list[Photo] = []
+    if data is not None:
+        wanted = calibration_size if dtype == "int8" else 0
+        checked, used = chosen(data, check_size if check else 0, wanted)
+    written = write(
+        built, out, to, dtype, dynamic_batch=dynamic_batch, indices=indices, batch_size=batch_size,
+        calibration=read(built, used) if used else None, calibration_size=calibration_size,
+        note={"model": model, "weights": weights and weights.name, "reducer": reducer and _named(reducer)},
+    )  # fmt: skip
+    size = sum(file.stat().st_size for file in written.files)
+    told: dict[str, Any] = {"files": [str(file) for file in written.files], "bytes": size, **written.about}
+    what = f"{written.about['reduction']['method'] if written.about['reduction'] else 'unpruned'}, {to} {dtype}"
+    scale, unit = unit_of(written.about["macs"])
+    cost = f"{written.about['macs'] / scale:.2f} {unit}"
+    text = f"{model}, {what}, {cost}: {out} ({size / 1e6:.1f} MB), {written.files[-1]}"
+    for key, value in written.about.get("compile_with", {}).items():
+        text += f'\nload it with {{"{key}": "{value}"}}: without, OpenVINO chooses a precision of its own'
+    if check:
+        found = compare(built, out, read(built, checked) if checked else None, check_size)
+        if found.problem:
+            raise UserError(f"{out}: written, but not what the model says: {found.problem}")
+        told["check"] = found.to_dict()
+        text += f"\n{found}"
+        if used:
+            apart = not set(checked) & set(used)
+            told["check"] |= {"calibration_photos": len(used), "held_out": apart}
+            whose = "other photos" if apart else "photo, the one checked,"
+            text += f"\nint8 was calibrated on {len(used)} {whose} of {data}; "
+            text += "if the model was trained on them too, it agrees less on new photos"
+        if dtype != "fp32":
+            pace = against_fp32(built, out, written.about)
+            told["check"]["pace"] = pace._asdict()
+            text += f"\n{pace}"
+    tell(json, told, text)
+    return 0
+
+
+def _named(reducer: str) -> str:
+    """A Hub id as it is, and of a folder its name: the JSON goes where the file goes, the paths of this machine not."""
+    return Path(reducer).resolve().name if Path(reducer).exists() else reducer

@@ -1,0 +1,86 @@
+"""`tntprune push`."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from tntprune.cli.console import tell
+from tntprune.cli.options import MethodOptions, apply
+from tntprune.cli.shared_flags import Device, ImgSize, Json, Model, Weights, load
+from tntprune.errors import UsageError
+from tntprune.system.flags import Written
+
+
+def push(
+    model: Model,
+    reducer: Annotated[str, tyro.conf.arg(metavar="RUN", help="a folder made by train, a Hub id, or pretrained")],
+    to: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="USER/REPO", help="where to, or user/repo@branch", help_behavior_hint=""),
+        Written(),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="DIR",
+            help="labelled photos to measure on, for the card; else it says that nothing was measured",
+            help_behavior_hint="",
+        ),
+    ] = None,
+    reduction: MethodOptions = MethodOptions(),
+    weights: Weights = None,
+    img_size: ImgSize = None,
+    device: Device = "cpu",
+    private: Annotated[bool, tyro.conf.arg(help="a new repository is hidden from others")] = False,
+    message: Annotated[
+        str | None, tyro.conf.arg(metavar="TEXT", help="of the commit", help_behavior_hint=""), Written()
+    ] = None,
+    license: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="ID", help="such as apache-2.0 (the model's)", help_behavior_hint=""),
+        Written(),
+    ] = None,
+    card_only: Annotated[bool, tyro.conf.arg(help="write the card into RUN, and push nothing")] = False,
+    json: Json = False,
+) -> int:
+    """Put a reduction and a card that describes it on the Hugging Face Hub; log in with `hf auth login` before.
+
+    Options of the method that are given become those that are shared.
+    """
+    from tntprune.analysis.accuracy_curve import measure_curve
+    from tntprune.serialization.card import CARD, curve_table, curve_values, model_card
+    from tntprune.serialization.hub import split
+    from tntprune.serialization.share import history
+    from tntprune.serialization.share import push as share
+    from tntprune.system.storage import check_output, write
+
+    if to is None and not card_only:
+        raise UsageError("nowhere to push to: expected --to user/repo, or --card-only")
+    if card_only and not Path(reducer).is_dir():
+        raise UsageError(f"--card-only writes into RUN, and {reducer} is no folder here; expected one made by train")
+    if to is not None:
+        split(to)
+    if card_only:
+        check_output(Path(reducer) / CARD, [weights, data])
+    loaded = load(model, weights, device, img_size)
+    before = copy.deepcopy(loaded) if data is not None else None  # where the model was trained too, it changes
+    built = apply(loaded, None, reducer, reduction)
+    note, tuned = history(built, reducer)
+    curve = None if data is None else measure_curve(built, data, base=before)
+    told: dict[str, Any] = {"curve": curve_values(curve)}
+    if card_only:
+        path = Path(reducer) / CARD
+        source = to or Path(reducer).resolve().name
+        text = model_card(built, source, made_by=note, curve=curve, license=license, weights=tuned)
+        write(path, text.encode())
+        told, line = {"card": str(path), **told}, f"the card: {path}"
+    else:
+        assert to is not None  # asked for above
+        address = share(built, to, run=reducer, curve=curve, private=private or None, message=message, license=license)
+        told, line = {"repository": to, "commit": address, **told}, f"pushed: {address}"
+    tell(json, told, line if curve is None else f"{curve_table(curve)}\n\n{line}")
+    return 0

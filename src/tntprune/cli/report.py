@@ -1,0 +1,134 @@
+"""`tntprune report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from tntprune.cli.console import tell
+from tntprune.cli.shared_flags import Device, Json, Weights, load
+from tntprune.errors import UsageError, UserError
+from tntprune.system.flags import Written
+
+if TYPE_CHECKING:
+    from tntprune.sweep.results import Row
+
+BLOCKS = (1, 2, 3, 4, 5)  # of the paper's token maps
+KEEP = 0.5
+LARGEST = 100_000_000  # bytes of a picture of token maps
+
+
+def report(
+    results: tyro.conf.Positional[tuple[Path, ...]],
+    out: Annotated[Path, tyro.conf.arg(metavar="HTML"), Written()] = Path("report.html"),
+    figures: Annotated[
+        Path | None, tyro.conf.arg(metavar="DIR", help="write each figure here too", help_behavior_hint=""), Written()
+    ] = None,
+    title: Annotated[str, tyro.conf.arg(metavar="TEXT"), Written()] = "Token pruning: results",
+    maps: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PNG...", help_behavior_hint="")] = (),
+    photos: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PHOTO...", help_behavior_hint="")] = (),
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = None,
+    weights: Weights = None,
+    reducer: Annotated[str | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="")] = None,
+    device: Device = "cpu",
+    json: Json = False,
+) -> int:
+    """Curves, tables and token maps of measured settings in one self-contained page.
+
+    Rows of several files are put together. Those that cannot be compared, because images, precision or batch size
+    differ, are shown apart.
+
+    Args:
+        results: Files that `tntprune sweep` wrote, with the unpruned model of each backbone among their rows.
+        out: The page to write.
+        figures: Write every figure as PNG and SVG to this folder too.
+        title: Of the page.
+        maps: Pictures of token maps to show, made by `tntprune show`; a file's name is its caption.
+        photos: Photos to make token maps of, with --model and --reducer: half the tokens dropped after each of the
+            blocks 1 to 5 that it was trained for, each on its own, as in the paper's figure.
+        model: Of the token maps.
+        reducer: Of the token maps: a folder made by train, a Hub id, or pretrained.
+    """
+    from tntprune.report.build import build
+    from tntprune.report.build import figures as all_figures
+    from tntprune.serialization.checkpoint import files_of
+    from tntprune.system.storage import check_output, make_folder, write
+
+    if not results:
+        raise UsageError("no results given; expected one or more files that tntprune sweep wrote")
+    if bool(photos) != bool(model and reducer):
+        raise UsageError("token maps need --photos, --model and --reducer; expected all of them, or none")
+    found: dict[str, Row] = {}
+    for path in results:
+        for row in _rows(path):
+            known = found.get(row.setting.key)
+            if known is None or row.images_per_s is not None or known.images_per_s is None:
+                found[row.setting.key] = row  # the last one, but none without a speed after one that has it
+    rows = list(found.values())
+    drawings: list[tuple[Path, Any, str]] = []
+    if figures is not None:
+        forms = ("png", "svg")
+        drawings = [(figures / f"{name}.{form}", draw, form) for name, draw in all_figures(rows) for form in forms]
+    for file in (out, *(path for path, _, _ in drawings)):
+        check_output(file, [*results, *maps, *photos, weights, *files_of(reducer)])
+    drawn = [(path.stem.replace("_", " ").replace("-", " "), _bytes(path)) for path in maps]
+    if model and reducer:
+        drawn.append(_maps(model, weights, reducer, photos, device))
+    lead = f"{len(rows)} settings from {', '.join(path.name for path in results)}."
+    made = build(rows, title, lead, drawn)
+    written = []
+    if figures is not None:
+        make_folder(figures)
+    for path, draw, form in drawings:
+        written.append(str(path))
+        write(path, draw(form))
+    make_folder(out.parent)
+    write(out, made.encode())
+    told = f"{len(rows)} rows: {out}" + (f", and {len(written)} figures in {figures}" if figures else "")
+    tell(json, {"report": str(out), "figures": written, "rows": len(rows)}, told)
+    return 0
+
+
+def _rows(path: Path) -> list[Row]:
+    from tntprune.sweep.results_file import Ledger
+
+    if not path.is_file():
+        raise UserError(
+            f"{path}: {'not a file' if path.exists() else 'no such file'}; expected what tntprune sweep wrote"
+        )
+    rows = Ledger(path).rows()
+    if not rows:
+        raise UserError(f"{path}: no row in it; expected what tntprune sweep wrote")
+    return list(rows.values())
+
+
+def _bytes(path: Path) -> bytes:
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: not a file; expected a picture")
+    try:
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise UserError(f"{path}: {size / 1e6:.0f} MB; expected a picture of at most {LARGEST / 1e6:.0f}")
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a picture") from None
+
+
+def _maps(model: str, weights: Path | None, reducer: str, photos: tuple[Path, ...], device: str) -> tuple[str, bytes]:
+    """The paper's figure of token maps: its caption and a PNG."""
+    from tntprune.methods.learned import blocks_of
+    from tntprune.report.draw import photo_maps, row_titles, sheet
+    from tntprune.serialization.checkpoint import load_, read
+
+    host = load(model, weights, device)
+    learned = blocks_of(read(reducer, host)[1])
+    blocks = tuple(block for block in BLOCKS if block in learned) or tuple(learned) or BLOCKS
+    built = load_(host, reducer, at=blocks, keep=KEEP)
+    maps = photo_maps(built, photos, each=True)
+    caption = (
+        f"{model} with {reducer}: kept tokens are clear, merged ones under faint stripes and dropped ones under strong "
+        "ones, where half of the tokens go after one block; each column is a block on its own."
+    )
+    return caption, sheet(maps, row_titles(photos))

@@ -1,0 +1,241 @@
+"""`tntprune search`."""
+
+from __future__ import annotations
+
+import copy
+import json as json_format
+import shlex
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from tntprune.bench.names import DType
+from tntprune.cli.console import tell
+from tntprune.cli.options import MethodOptions, config_from, given
+from tntprune.cli.shared_flags import (
+    MAX_BATCH,
+    Device,
+    ImgSize,
+    Json,
+    MethodName,
+    Model,
+    Reducer,
+    Seed,
+    Weights,
+    Workers,
+    load,
+)
+from tntprune.errors import UsageError
+from tntprune.system.flags import MANY, Within, Written
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tntprune.methods import Config
+
+
+def search(
+    model: Model,
+    data: Annotated[
+        str,
+        tyro.conf.arg(metavar="DIR", help="photos, in class folders to measure top-1; or hfds/NAME, torch/NAME"),
+    ],
+    out: Annotated[Path, tyro.conf.arg(metavar="JSON", help="plan to write, with a picture beside it"), Written()],
+    macs: Annotated[
+        float | None,
+        tyro.conf.arg(metavar="FLOAT", help="budget: MACs per image, 0.8e9; or a share, 0.6", help_behavior_hint=""),
+        Within(0, 1e18, above=True),
+    ] = None,
+    latency: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="TIME", help="budget: time per batch on this machine, 12ms", help_behavior_hint=""),
+    ] = None,
+    speedup: Annotated[
+        float | None,
+        tyro.conf.arg(metavar="FLOAT", help="budget: times as fast as unpruned on this machine", help_behavior_hint=""),
+        Within(1, 1e6, above=True),
+    ] = None,
+    drop: Annotated[
+        float | None,
+        tyro.conf.arg(
+            metavar="FLOAT",
+            help="budget: points of top-1 that may be lost (without labels, of agreement); also beside another",
+            help_behavior_hint="",
+        ),
+        Within(0, 100, above=True, below=True),
+    ] = None,
+    method: MethodName = None,
+    reducer: Reducer = None,
+    reduction: MethodOptions = MethodOptions(),
+    photos: Annotated[
+        int,
+        tyro.conf.arg(metavar="INT", help="number of photos: half to search on, half held out"),
+        Within(8, MANY),
+    ] = 512,
+    minutes: Annotated[
+        float,
+        tyro.conf.arg(metavar="FLOAT", help="time limit; training and measuring count, and are not cut short"),
+        Within(0, 1e6, above=True),
+    ] = 10.0,
+    moves: Annotated[
+        int,
+        tyro.conf.arg(metavar="INT", help="small changes that are tried to the best schedule"),
+        Within(0, 1_000_000),
+    ] = 60,
+    curve: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="FILE",
+            help="time against tokens: read if it is there, else measured and written",
+            help_behavior_hint="",
+        ),
+        Written(),
+    ] = None,
+    batch_size: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="images at a time, for budgets of time"), Within(1, MAX_BATCH)
+    ] = 1,
+    dtype: Annotated[DType, tyro.conf.arg(help="of weights and images, for budgets of time")] = "fp32",
+    weights: Weights = None,
+    img_size: ImgSize = None,
+    device: Device = "cpu",
+    workers: Workers = None,
+    seed: Seed = 0,
+    json: Json = False,
+) -> int:
+    """Find at which blocks to remove tokens, and how many, so that the model keeps the most within a budget.
+
+    Writes a plan, which --reducer takes wherever it takes a trained run. --at limits the blocks. Simple schedules are
+    always verified too, and the plan is the best on all photos. A model without classes is judged by the cosine
+    similarity of its embeddings. Without --reducer, a method that has to be trained is trained first; tnt then acts
+    inside blocks and compares keys, unless --inside or --metric says otherwise.
+    """
+    import torch
+
+    from tntprune.report.plot_style import blank
+    from tntprune.report.search_plot import draw_front
+    from tntprune.search.budget import budget
+    from tntprune.search.claim import claimed
+    from tntprune.search.find_plan import find_plan
+    from tntprune.serialization.plan import is_plan, write_plan
+    from tntprune.system.storage import check_output
+
+    wanted = budget(macs, latency, speedup, drop)
+    if not is_plan(out):
+        raise UsageError(f"--out {out}: expected a file that ends in .json")
+    if curve is not None and not wanted.timed:
+        raise UsageError("--curve is of time; expected it with --latency or --speedup")
+    about: dict[str, Any] = {
+        "command": "search", "model": model, "weights": weights and str(weights.resolve()), "data": data,
+        "reducer": reducer, **wanted.to_dict(), "photos": photos, "minutes": minutes, "moves": moves, "seed": seed,
+    }  # fmt: skip
+    if wanted.timed:
+        about |= {"batch_size": batch_size, "dtype": dtype}
+    picture = out.with_suffix(".png")
+    for file in (out, picture):
+        check_output(file)
+    if curve is not None:
+        check_output(curve, [out, picture])
+    blank(1, 1)  # what is not installed is told now, and not in ten minutes
+    with ExitStack() as claims:
+        claims.enter_context(claimed(out))
+        for file in (out, picture):
+            if file.exists():
+                raise UsageError(f"--out {out}: {file} exists already; expected a new name")
+        if curve is not None and not curve.exists():
+            claims.enter_context(claimed(curve))
+        torch.manual_seed(seed)
+        loaded, config, base, tuned = _opened(model, weights, device, img_size, method, reducer, reduction)
+        known = _known(curve, loaded, config, batch_size, dtype)
+        found = find_plan(
+            loaded, data, method=config, macs=macs, latency=latency, speedup=speedup, drop=drop,
+            blocks=given(reduction).get("at"), photos=photos, minutes=minutes, moves=moves, seed=seed, workers=workers,
+            curve=known, batch_size=batch_size, dtype=dtype, base=base, weights=tuned,
+            made_by=json_format.dumps(about),
+        )  # fmt: skip
+        write_plan(out, found.plan)  # first: whatever fails behind it, the plan is there
+        if curve is not None and known is None and found.curve is not None:
+            found.curve.save(curve)
+        draw_front(picture, found, model)
+    told = {"plan": str(out), "picture": str(picture), "model": model, **found.to_dict()}
+    tell(json, told, f"{found}\n{_next(model, weights, img_size, out, picture)}")
+    return 0
+
+
+def _opened(
+    model: str,
+    weights: Path | None,
+    device: str,
+    img_size: tuple[int, int] | None,
+    method: str | None,
+    reducer: str | None,
+    reduction: MethodOptions,
+) -> tuple[nn.Module, Config | None, nn.Module | None, Path | None]:
+    """Load the model, with its reducer if there is one.
+
+    Returns:
+        The model; the method, where it is not that of the reducer; the unpruned model and the file of the model's own
+        weights, where it was trained together with its reducer.
+    """
+    from tntprune.serialization.checkpoint import load_, read, weights_of
+
+    loaded = load(model, weights, device, img_size)
+    config = _method(method, reduction, reducer is None)
+    if reducer is None:
+        return loaded, config, None, None
+    options = {name: value for name, value in given(reduction).items() if name != "at"}
+    saved, _, path = read(reducer, loaded)
+    if method not in (None, saved.method):
+        raise UsageError(f"--method {method}, but {reducer} holds {saved.method}; expected that, or none")
+    _check_free(saved, options)
+    tuned = weights_of(path)
+    base = copy.deepcopy(loaded) if tuned is not None else None
+    return load_(loaded, reducer, **options), config, base, tuned
+
+
+def _next(model: str, weights: Path | None, img_size: tuple[int, int] | None, out: Path, picture: Path) -> str:
+    """Say where the plan is, and what to type next."""
+    words = ["tntprune", "eval", model]
+    words += [] if weights is None else ["--weights", str(weights)]
+    words += [] if img_size is None else ["--img-size", *map(str, img_size)]
+    command = shlex.join([*words, "--data", "OTHER_PHOTOS", "--reducer", str(out)])
+    where = f"The plan is in {out}, a picture in {picture}."
+    return f"{where} Next, evaluate it on photos that were not used here:\n  {command}"
+
+
+def _method(name: str | None, flags: MethodOptions, alone: bool) -> Config | None:
+    """The method that is searched for, where it is not a saved one."""
+    from tntprune.methods import TNT
+
+    if not alone:
+        return None
+    if name is None:
+        name = "tnt"
+    chosen = {key: value for key, value in vars(flags).items() if key != "at"}
+    config = config_from(name, type(flags)(**chosen))
+    if isinstance(config, TNT) and config.merges and not {"inside", "metric"} & set(given(flags)):
+        config = config.changed(inside=True, metric="mean")  # what a schedule over the whole model is best with
+    _check_free(config, given(flags))
+    return config
+
+
+def _check_free(config: Config, options: dict[str, Any]) -> None:
+    """Refuse options that are what is searched for."""
+    drops = options.get("similar_how", getattr(config, "similar_how", None)) == "drop"  # then their number is, too
+    for name in (*config.rivals, "tokens", "keep", *["similar"] * drops):
+        if options.get(name) is not None:
+            raise UsageError(f"--{name}: is what the search chooses; expected it to be left out")
+
+
+def _known(path: Path | None, model: nn.Module, config: Config | None, batch_size: int, dtype: str) -> Any:
+    """The curve of time against tokens that was measured before, if it is there."""
+    from tntprune.backbones.attach import base_of, reduction_of
+    from tntprune.search.latency import LatencyCurve
+
+    if path is None or not path.exists():
+        return None
+    known = LatencyCurve.load(path)
+    method = config if config is not None else reduction_of(model).config
+    known.check(base_of(model), method, batch_size=batch_size, dtype=dtype)
+    return known

@@ -1,0 +1,67 @@
+"""`tntprune show`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from tntprune.cli.console import tell
+from tntprune.cli.options import MethodOptions, apply
+from tntprune.cli.shared_flags import Device, ImgSize, Json, MethodName, Model, Reducer, Seed, Then, Weights, load
+from tntprune.errors import UsageError, UserError
+from tntprune.system.flags import Written
+
+
+def show(
+    model: Model,
+    photos: tyro.conf.Positional[tuple[Path, ...]],
+    out: Annotated[Path, tyro.conf.arg(metavar="PNG", help="the picture to write"), Written()],
+    reducer: Reducer = None,
+    method: MethodName = None,
+    reduction: MethodOptions = MethodOptions(),
+    then: Then = (),
+    weights: Weights = None,
+    img_size: ImgSize = None,
+    device: Device = "cpu",
+    each: Annotated[bool, tyro.conf.arg(help="every location on its own, as in the paper's figures")] = False,
+    seed: Seed = 0,
+    json: Json = False,
+) -> int:
+    """A sheet: each photo, and for each pruning block its kept tokens in clear and the dropped ones under stripes.
+
+    Tokens that were merged into another one are under faint stripes. A fused or representative token has no place to
+    show.
+
+    Photos are turned upright as their EXIF orientation says, and cropped as the model sees them.
+
+    Args:
+        photos: One row each.
+    """
+    import torch
+
+    from tntprune.backbones.attach import is_reduced
+    from tntprune.report.draw import photo_maps, row_titles, sheet, write_picture
+    from tntprune.serialization.checkpoint import files_of
+    from tntprune.system.storage import check_output
+
+    torch.manual_seed(seed)
+    if out.suffix and out.suffix.lower() != ".png":
+        raise UsageError(f"--out {out}: expected a file that ends in .png")
+    if not photos:
+        raise UsageError("no photo given; expected one or more")
+    if reducer is None and method is None:
+        raise UsageError("nothing to show: expected --reducer RUN, or --method random")
+    check_output(out, [*photos, weights, *files_of(reducer)])
+    built = apply(load(model, weights, device, img_size), method, reducer, reduction, then)
+    if not is_reduced(built):
+        raise UserError(f"{model} is not reduced")
+    maps = photo_maps(built, photos, each)
+    write_picture(out, sheet(maps, row_titles(photos)))
+    tell(
+        json,
+        {"picture": str(out), "photos": len(photos), "columns": list(maps[0])},
+        f"{len(photos)} {'photo' if len(photos) == 1 else 'photos'}: {out}",
+    )
+    return 0

@@ -1,0 +1,217 @@
+"""`tntprune sweep`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from tntprune.bench.names import DType
+from tntprune.cli.console import tell
+from tntprune.cli.shared_flags import BatchSize, Device, ImgSize, Json, Limit, OnBadImage, Workers
+from tntprune.errors import UsageError
+from tntprune.system.flags import Within, Written
+from tntprune.system.messages import warn
+from tntprune.system.units import unit_of
+
+if TYPE_CHECKING:
+    from tntprune.sweep import Job, Plan
+    from tntprune.sweep.results import Row
+
+
+def sweep(
+    models: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(metavar="MODEL...", help="timm models, vit16 or digits_vit", help_behavior_hint=""),
+    ],
+    data: Annotated[Path, tyro.conf.arg(metavar="DIR", help="photos in class folders (WordNet ids for ImageNet)")],
+    out: Annotated[
+        Path, tyro.conf.arg(metavar="JSONL", help="the results file; what is in it is not measured again"), Written()
+    ],
+    methods: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            metavar="TEXT...",
+            help='methods that need no training: "evit" "tome r=13" "random at=3" "evit at=4 then tome at=7,10 r=9"',
+            help_behavior_hint="",
+        ),
+    ] = (),
+    reducers: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            metavar="RUN...",
+            help='folders made by train, or pretrained, with options to change: runs/tnt "runs/tnt similar=40" '
+            "MODEL=runs/other",
+            help_behavior_hint="",
+        ),
+    ] = (),
+    at: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            metavar="AT...",
+            help='each is a setting of every method that does not say at= itself: 3 "3,4,5"',
+            help_behavior_hint="",
+        ),
+    ] = (),
+    rates: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            metavar="RATE...",
+            help="each is a setting of every method that says none of keep=, tokens=, r= itself: the share that stays "
+            'at each location, 0.5 "0.9,0.8,0.7"; ToMe without at= acts in every block, so give it r= there',
+            help_behavior_hint="",
+        ),
+    ] = (),
+    weights: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            metavar="FILE...",
+            help="weights to load, MODEL=FILE where there are several models; timm asks the Hub for the others",
+            help_behavior_hint="",
+        ),
+    ] = (),
+    random_weights: Annotated[bool, tyro.conf.arg(help="random weights: for speed, accuracies then mean nothing")] = (
+        False
+    ),
+    img_size: ImgSize = None,
+    device: Device = "cpu",
+    batch_size: BatchSize = 32,
+    workers: Workers = None,
+    precision: Annotated[DType, tyro.conf.arg(help="bf16 and fp16 under autocast, with the head in fp32")] = "fp32",
+    together: Annotated[
+        int,
+        tyro.conf.arg(metavar="INT", help="settings run on each batch of photos; a kill loses so many at most"),
+        Within(1, 10_000),
+    ] = 8,
+    speed: Annotated[
+        bool, tyro.conf.arg(help="leave speed out; a later sweep completes the rows", help_behavior_hint="")
+    ] = True,
+    rounds: Annotated[
+        int, tyro.conf.arg(metavar="INT", help="how often each setting is timed, at least 3"), Within(3, 100_000)
+    ] = 10,
+    limit: Limit = None,
+    on_bad_image: OnBadImage = "error",
+    dry_run: Annotated[bool, tyro.conf.arg(help="show the settings, their MACs and what is there, and end")] = False,
+    json: Json = False,
+) -> int:
+    """Accuracy, agreement, MACs, speed and memory of many settings, each a line of one results file.
+
+    A setting that is in the file already is not measured again: killed at any moment, the same command goes on where it
+    stopped. The unpruned model is always measured too. Under torchrun the settings are shared out among the processes.
+    Exit code 3 if photos were skipped or settings left out.
+    """
+    from tntprune.backbones.models import check_device, check_name
+    from tntprune.methods.checks import check_whole
+    from tntprune.sweep import carry_out, plan
+    from tntprune.sweep.grid import by_model
+    from tntprune.sweep.results_file import Ledger
+    from tntprune.system.distributed import join
+    from tntprune.system.storage import check_output
+
+    check_whole("models", len(models), 1)
+    for model in models:
+        check_name(model)
+    check_device(device)
+    files = {name: Path(file) for name, file in by_model(weights, models, "file")}
+    check_output(out, [data, *files.values()])
+    made = plan(
+        _jobs(models, methods, reducers, at, rates, img_size), data, weights=files, batch_size=batch_size,
+        precision=precision, limit=limit, img_size=img_size, random_weights=random_weights,
+    )  # fmt: skip
+    if dry_run:
+        _tell_plan(json, made, Ledger(out).rows())
+        return 3 if made.left_out else 0
+    world = join(device)
+    if world.main:
+        for line in made.left_out:
+            warn(f"left out: {line}")
+    rows = carry_out(
+        made, out, device=device, workers=workers, together=together, speed=speed, rounds=rounds,
+        on_bad_image=on_bad_image, world=world,
+    )  # fmt: skip
+    if world.main:
+        told = {"out": str(out), "rows": [_plain(row) for row in rows], "left_out": made.left_out}
+        tell(json, told, _table(rows) + f"\n\n{len(rows)} rows in {out}")
+    return 3 if made.left_out or any(row.skipped for row in rows) else 0
+
+
+def _jobs(
+    models: Sequence[str], methods: Sequence[str], reducers: Sequence[str], at: Sequence[str], rates: Sequence[str],
+    img_size: tuple[int, int] | None,
+) -> list[Job]:  # fmt: skip
+    """Every model with every method, at every location and rate."""
+    from tntprune.backbones.models import shape_of
+    from tntprune.sweep import Job
+    from tntprune.sweep.grid import by_model, of_methods, of_reducer
+
+    configs = [config for text in methods for config in of_methods(text, at, rates)]
+    shapes = {name: shape_of(name, img_size) for name in models} if reducers else {}
+    saved = [(name, *of_reducer(text, at, rates, shapes[name])) for name, text in by_model(reducers, models, "run")]
+    if (at or rates) and not (methods or reducers):
+        raise UsageError("--at and --rates were given without --methods or --reducers; expected one of them")
+    found = []
+    for model in models:
+        found.append(Job(model, None))
+        found += [Job(model, config) for config in configs]
+        found += [Job(model, one, folder) for name, folder, several in saved if name == model for one in several]
+    return found
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    import json
+
+    return json.loads(row.to_json())  # type: ignore[no-any-return]
+
+
+def _tell_plan(json: bool, made: Plan, rows: dict[str, Row]) -> None:
+    tasks = list({task.key: task for task in made.tasks}.values())
+    told: list[dict[str, Any]] = [
+        {
+            "key": task.key, "model": task.setting.model, "name": task.name, "scheme": task.scheme,
+            "config": task.setting.config, "macs": task.macs, "base_macs": task.base_macs, "done": task.key in rows,
+            "timed": task.key in rows and rows[task.key].images_per_s is not None, "command": task.command,
+        }
+        for task in tasks
+    ]  # fmt: skip
+    lines = []
+    for model in dict.fromkeys(task.setting.model for task in tasks):
+        scale, unit = unit_of(next(one["base_macs"] for one in told if one["model"] == model))
+        lines += [f"{model}, {tasks[0].setting.images} photos", f"  {unit:>6}  {'scheme':8}  setting"]
+        for one in told:
+            if one["model"] == model:
+                state = "  (done)" if one["timed"] else "  (done, not timed)" if one["done"] else ""
+                what = _setting(one["name"], one["config"])
+                lines.append(f"  {one['macs'] / scale:6.2f}  {one['scheme']:8}  {what}{state}")
+    lines += [f"left out: {line}" for line in made.left_out]
+    lines.append(f"{len(told)} settings, {sum(one['done'] for one in told)} of them done")
+    tell(json, {"settings": told, "left_out": made.left_out}, "\n".join(lines))
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """For a person, by model, scheme and MACs."""
+    order = {"unpruned": 0, "single": 1, "multi": 2}
+    unique = {row.setting.key: row for row in rows}.values()
+    found = []
+    for model in dict.fromkeys(row.setting.model for row in unique):
+        own = [row for row in unique if row.setting.model == model]
+        scale, unit = unit_of(own[0].base_macs)
+        head = f"{'top-1':>6} {'top-5':>6} {'agrees':>6} {unit:>6} {'images/s':>8} {'times':>5} {'MiB':>7}"
+        found += ["", f"{model}, {own[0].images} photos", f"{'scheme':8} {head}  setting"]
+        for row in sorted(own, key=lambda row: (order.get(row.scheme, 3), row.macs)):
+            figures = f"{row.top1:6.2f} {row.top5:6.2f} {row.agreement:6.2f} {row.macs / scale:6.2f}"
+            speed = f"{_number(row.images_per_s, 8, 1)} {_number(row.speedup, 5, 2)} {_number(row.peak_mib, 7, 1)}"
+            found.append(f"{row.scheme:8} {figures} {speed}  {_setting(row.name, row.setting.config)}")
+    return "\n".join(found[1:])
+
+
+def _number(value: float | None, width: int, digits: int) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
+
+
+def _setting(name: str, config: dict[str, Any] | None) -> str:
+    from tntprune.bench.candidates import described
+    from tntprune.methods import from_dict
+
+    return name if config is None else f"{name}: {described(from_dict(config))}"

@@ -1,1 +1,0 @@
-"""What each command does, one file each. Heavy imports happen inside, so that --help is quick."""

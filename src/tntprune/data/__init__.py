@@ -1,0 +1,1 @@
+"""Photos: folders, data sets, streams, their reading and augmentation."""

@@ -1,0 +1,238 @@
+"""The options of Training Noise Token pruning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tntprune.methods.checks import as_tuple, check, check_flags, check_words, is_int, is_number
+from tntprune.methods.config import Config, option
+from tntprune.methods.schedule import Place, Step, Turn
+
+# The rows of the design's table: what each recipe fills in where an option is None.
+MAX_HIDDEN = 65536  # as wide as no embedding is
+MAX_BETA = 1e6  # times the unit of the noise
+RECIPES: dict[str, dict[str, Any]] = {
+    "paper": {
+        "noise_at": "all", "capacity": "one", "noise_scale": "one", "stream_norm": True, "beta": 0.02,
+        "score_norm": False, "objective": "ce", "how": "drop", "rehearsal": 0.0,
+    },
+    "relative": {
+        "noise_at": "one", "capacity": "drawn", "noise_scale": "rms", "stream_norm": False, "beta": 1.0,
+        "score_norm": True, "objective": "kl", "how": "drop", "rehearsal": 0.0,
+    },
+    "merge": {
+        "noise_at": "one", "capacity": "drawn", "noise_scale": "image", "stream_norm": False, "beta": 0.5,
+        "score_norm": True, "objective": "kl", "how": "merge", "rehearsal": 0.4,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TNT(Config):
+    """Training Noise Token pruning (the paper's section 3; the design's section on TNT).
+
+    In training the patch tokens x_i that leave a noisy block become
+    ``x_i + beta * s_i * (1 - min(1, c * alpha_i)) * eps_i`` with alpha the softmax of the scores over patch tokens;
+    at test time the tokens with the largest scores stay, or, where `how` says so, those that are relevant and unlike
+    any more relevant one, with the others merged into them. An option left at None takes the recipe's value.
+
+    Args:
+        how: "drop" what does not stay, or "merge" it into the most similar token that stays. None: the recipe's, but
+            "drop" where `similar` is given.
+        inside: Act between a block's attention and its MLP, in training too, instead of after the block.
+        metric: What is compared where tokens are merged: the tokens, "x", or the "mean" over heads of the keys of the
+            block's attention, which is cheaper.
+        relevance: Where tokens are merged, those stay that are worth most: the distance from the most similar token of
+            a higher score, 1 - cosine, times exp(relevance * the score, standardised in its image), times the number
+            of patches that it stands for to the power of `crowding`.
+        crowding: See `relevance`.
+        proportional: Merged tokens count in attention by their size, to a power that is learned for each block.
+        similar: Tokens dropped for being similar to a kept one; 0 turns the step off. Where fewer can go (at most
+            as many as stay), fewer go: the number that stays is always what `keep` or `tokens` says.
+        similar_at: "score" removes them after each ranking (top n + similar, then similar are removed), "start"
+            once before block 1. None: "score" with one location, "start" with several, as in the paper.
+        partition: How tokens are split in two groups: "random" (a seeded permutation, the same for every image) or
+            "sequential" (by rank: the better half is compared with the worse one; in the grid's order at "start").
+        similar_how: "drop" the similar tokens or "merge" each into its match.
+        order: Seed of the random partition.
+        recipe: "merge" (ours), "relative" (ours, with dropping as in the paper) or "paper" (the authors' code).
+        scorer: "linear" or "mlp" (D, hidden, GELU, 1).
+        hidden: Width of the MLP scorer; None is twice the embedding width, derived from the paper's DeiT-Tiny figures.
+        noise_blocks: Blocks whose output gets noise in training, each with a scorer. None is the locations with
+            recipe="merge", where every step counts for those that will be used; with the others it is 1 to 5, and on to
+            the last location where that lies beyond, or fewer in a model with fewer blocks. 0 is the patch embedding.
+        noise_at: In training, noise after "all" of these blocks at once, or after "one" of them, drawn for each batch,
+            so that every scorer learns from the features that it will see.
+        capacity: Number of tokens that can pass free of noise: "one", a share of the tokens in (0, 1], or "drawn",
+            a share drawn uniformly from [0.1, 0.9] for each batch and block.
+        noise_scale: Noise in units of "one" or of each token's root mean square, "rms"; or "image": the token gives way
+            to the mean of its image's tokens, with noise in units of their standard deviation, in each dimension.
+        stream_norm: In training a non-affine LayerNorm replaces the residual stream, prefix tokens included, before
+            noise is added, as in the authors' code.
+        beta: Standard deviation of the noise, above 0; with noise_scale="image" 0 is the mean alone.
+        score_norm: Scores are computed from a non-affine LayerNorm of the tokens.
+        objective: "ce", cross-entropy to the labels (of the CLS head alone on distilled models), or "kl", divergence
+            from the unpruned model, which needs no labels.
+        rehearsal: Share of the batches in training, drawn, in which there is no noise and tokens go as they do at test
+            time, each time another share of them; at all locations at once, where noise may be at one of them.
+    """
+
+    method = "tnt"
+
+    how: Literal["drop", "merge"] | None = option(None, "drop what does not stay, or merge it into what does")
+    inside: bool = option(False, "act between attention and MLP, or after the block", learned=True)
+    metric: Literal["x", "mean"] = option("x", "compare tokens, or the mean of the heads' keys")
+    relevance: float = option(0.5, "weight of the score beside likeness, where tokens are merged")
+    crowding: float = option(1.0, "weight of the size of what was merged before")
+    proportional: bool = option(True, "let merged tokens count in attention by their size")
+    similar: int = option(0, "tokens removed for being similar to a kept one")
+    similar_at: Literal["score", "start"] | None = option(None, "remove similar tokens after the score or at the start")
+    partition: Literal["random", "sequential"] = option("random", "how the similarity step splits the tokens")
+    similar_how: Literal["drop", "merge"] = option("drop", "drop similar tokens, or merge each into its match")
+    order: int = option(0, "seed of the random partition")
+    recipe: Literal["merge", "relative", "paper"] = option("merge", "the default of each option below", learned=True)
+    scorer: Literal["linear", "mlp"] = option("linear", "the scorer", learned=True)
+    hidden: int | None = option(None, "width of the mlp scorer (twice the embedding's)", learned=True)
+    noise_blocks: int | Sequence[int] | None = option(
+        None,
+        "blocks whose output gets noise in training (recipe merge: --at; else 1 to 5 or to the last)",
+        learned=True,
+    )
+    noise_at: Literal["all", "one"] | None = option(None, "noise after all of these at once, or one for each batch")
+    capacity: float | Literal["one", "drawn"] | None = option(None, "tokens free of noise: one, drawn, or a share")
+    noise_scale: Literal["one", "rms", "image"] | None = option(None, "unit of the noise")
+    stream_norm: bool | None = option(None, "normalise the residual stream in training, as the authors' code does")
+    beta: float | None = option(None, "standard deviation of the noise")
+    score_norm: bool | None = option(None, "score a LayerNorm of the tokens", learned=True)
+    objective: Literal["ce", "kl"] | None = option(None, "train against labels, or against the unpruned model")
+    rehearsal: float | None = option(None, "share of the training's batches in which tokens really go")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.similar and self.how is None:  # said once, so that it stays when `similar` is changed
+            object.__setattr__(self, "how", "drop")
+        if self.noise_blocks is not None:
+            blocks = as_tuple(self.noise_blocks)
+            for block in blocks:
+                check(is_int(block) and block >= 0, f"noise_blocks: {block} given; expected numbers, 0 or larger")
+            object.__setattr__(self, "noise_blocks", tuple(sorted(set(blocks))))
+        check(is_int(self.similar) and self.similar >= 0, f"similar={self.similar}: expected 0 or more tokens")
+        check(is_int(self.order) and self.order >= 0, f"order={self.order}: expected a whole number, 0 or larger")
+        check_words(
+            self, "how", "metric", "similar_at", "partition", "similar_how", "recipe", "scorer", "noise_at",
+            "noise_scale", "objective",
+        )  # fmt: skip
+        check(self.noise_blocks != (), "noise_blocks: none given; expected at least one block")
+        width = self.hidden is None or (is_int(self.hidden) and 0 < self.hidden <= MAX_HIDDEN)
+        check(width, f"hidden={self.hidden}: expected a width above 0 and at most {MAX_HIDDEN}")
+        check(
+            self.hidden is None or self.scorer == "mlp", f"hidden={self.hidden}: the linear scorer has no hidden layer"
+        )
+        check_flags(self, "stream_norm", "score_norm", "inside", "proportional")
+        for name in ("relevance", "crowding"):
+            value = getattr(self, name)
+            check(is_number(value) and value >= 0, f"{name}={value}: expected a number, 0 or larger")
+        none = (self.noise_scale or RECIPES[self.recipe]["noise_scale"]) == "image"  # which the mean alone can be
+        least = self.beta is None or (is_number(self.beta) and (self.beta > 0 or (none and self.beta == 0)))
+        check(
+            least and (self.beta or 0) <= MAX_BETA,
+            f"beta={self.beta}: expected {'0 or more' if none else 'above 0'}, and at most {MAX_BETA:g}",
+        )
+        over = self.rehearsal is None or (is_number(self.rehearsal) and 0 <= self.rehearsal < 1)
+        check(over, f"rehearsal={self.rehearsal}: expected a share from 0 to below 1")
+        lost = bool(self.rehearsal) and not self.merges
+        check(not lost, f"rehearsal={self.rehearsal}: nothing is learned from dropping; expected 0, or how='merge'")
+        check(
+            not (self.similar and self.how == "merge"),
+            f"similar={self.similar}: with how='merge' what is similar is merged already; expected similar=0, or "
+            "how='drop'",
+        )
+        if 0 in (self.noise_blocks or ()):  # type: ignore[operator]
+            keys = self.merges and self.metric == "mean"
+            check(not keys, "noise_blocks: 0 given; no block has been seen there; expected 1 and up, or metric='x'")
+        if 0 in self.locations:
+            check(self.metric == "x", "at=0: no block has been seen; expected at=1 and up, or metric='x'")
+            check(not self.inside, "at=0: there is no block to act inside of; expected at=1 and up, or inside=False")
+        share = is_number(self.capacity) and 0 < self.capacity <= 1  # type: ignore[operator]
+        check(
+            share or self.capacity in (None, "one", "drawn"),
+            f"capacity={self.capacity!r}: expected 'one', 'drawn' or a share above 0 and at most 1",
+        )
+
+    @property
+    def must_train(self) -> bool:
+        return True
+
+    @property
+    def resolved(self) -> TNT:
+        """The same config with every None that the recipe fills in filled in."""
+        gaps = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
+        if not self.merges:
+            gaps["rehearsal"] = 0.0  # nothing is learned from dropping
+        return replace(self, **{**gaps, "how": self.what, "similar_at": self.similar_when})
+
+    def noisy(self, depth: int) -> tuple[int, ...]:
+        """Blocks with a scorer, in a model with so many: `noise_blocks`, decided where it was left open."""
+        if self.noise_blocks is not None:
+            return as_tuple(self.noise_blocks)
+        if self.recipe == "merge":
+            return self.locations
+        last = min(max(5, *self.locations), depth - (not self.inside))
+        return tuple(range(1, last + 1))
+
+    @property
+    def what(self) -> Literal["drop", "merge"]:
+        """`how`, decided where it was left open."""
+        return self.how or RECIPES[self.recipe]["how"]
+
+    @property
+    def merges(self) -> bool:
+        """Whether what does not stay is merged into what does."""
+        return self.what == "merge"
+
+    def check_changes(self, changes: dict[str, Any], source: str) -> None:
+        check(
+            not (self.merges and changes.get("similar") and changes.get("how") != "drop"),
+            f"similar={changes.get('similar')}: {source} was trained to merge, which removes what is similar too; "
+            "expected how='drop' as well, or no similar",
+        )
+        check(
+            self.merges or changes.get("how") != "merge",
+            f"how='merge': {source} was trained to drop, and only does that; expected another training",
+        )
+
+    @property
+    def is_inside(self) -> bool:
+        return self.inside
+
+    @property
+    def reads(self) -> bool:
+        return self.merges and self.metric == "mean"
+
+    @property
+    def similar_when(self) -> Literal["score", "start"]:
+        """`similar_at`, decided where it was left open."""
+        return self.similar_at or ("score" if len(self.locations) == 1 else "start")
+
+    @property
+    def at_start(self) -> bool:
+        """Whether similar tokens go before block 1."""
+        return self.similar > 0 and self.similar_when == "start"
+
+    def places(self, depth: int) -> tuple[Place, ...]:
+        places = super().places(depth)
+        check(
+            not (self.at_start and places[0] == Place(0)),
+            "at=0 with similar_at='start': both act before block 1; expected similar_at='score' or at=1",
+        )
+        return (Place(0), *places) if self.at_start else places
+
+    def step(self, turn: Turn, count: int, patches: int) -> Step | None:
+        if self.at_start and turn.number == 0:
+            stay = count - min(self.similar, count // 2)
+            return Step(turn.place, count, count, stay) if stay < count else None
+        stay = self.stay(turn._replace(number=turn.number - self.at_start), count)
+        extra = 0 if self.at_start else min(self.similar, count - stay, stay)  # no more can be matched than stay
+        return Step(turn.place, count, stay + extra, stay) if stay < count else None

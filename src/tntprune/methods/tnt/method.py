@@ -1,0 +1,231 @@
+"""Training Noise Token pruning: scorers that learn where noise hurts; what scored least is dropped or merged.
+
+Source: the paper's section 3; where its text and its authors' code differ, `recipe="paper"` follows the code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tntprune.errors import UsageError
+from tntprune.methods.base import Layout, Method, Plan, top
+from tntprune.methods.layers import Affine
+from tntprune.methods.schedule import Place, Step
+from tntprune.methods.tnt.config import TNT
+from tntprune.ops.attention import Heads, log_size
+from tntprune.ops.merging import choose, fold, standardised
+from tntprune.ops.similarity import halves, remove_similar
+from tntprune.ops.tokens import Tokens, order, take
+
+
+class Scorer(nn.Module):
+    """One number for each token: a linear layer, or an MLP with one hidden layer and GELU. Always in fp32.
+
+    Args:
+        widths: (D, 1) or (D, hidden, 1).
+        generator: For the initial weights.
+    """
+
+    def __init__(self, widths: tuple[int, ...], generator: torch.Generator) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Affine(a, b, generator) for a, b in pairwise(widths)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, n, D) to (B, n)."""
+        for depth, layer in enumerate(self.layers):
+            x = layer(F.gelu(x) if depth else x)
+        return x.squeeze(-1)
+
+
+def one_each(blocks: Sequence[int], value: float) -> nn.ParameterDict:
+    """A number to learn for each block."""
+    return nn.ParameterDict({str(block): torch.full((1,), value) for block in blocks})
+
+
+class TrainingNoise(Method):
+    """TNT on one backbone: noise while the module is in training mode, and fewer tokens otherwise."""
+
+    trains = True
+    config: TNT
+
+    def __init__(self, config: TNT, layout: Layout) -> None:
+        super().__init__(config, layout)
+        self.options = config.resolved
+        self.ce, self.kl = (1.0, 0.0) if self.options.objective == "ce" else (0.0, 1.0)
+        blocks = config.noisy(layout.depth)
+        for block in blocks:
+            if not (0 < block <= layout.depth if config.inside else block < layout.depth):
+                expected = f"1 to {layout.depth}" if config.inside else "less"
+                raise UsageError(
+                    f"noise_blocks: {block} given; the model has {layout.depth} blocks, expected {expected}"
+                )
+        for at in config.locations:
+            if at not in blocks:
+                raise UsageError(
+                    f"at={at}: no scorer there, because noise is learned at blocks {' '.join(map(str, blocks))}; "
+                    f"expected one of these, or noise_blocks with {at} among them"
+                )
+        self.learners = len(blocks)
+        width = layout.embed_dim
+        hidden = (config.hidden or 2 * width,) if config.scorer == "mlp" else ()
+        generator = torch.Generator().manual_seed(0)
+        self.scorers = nn.ModuleDict({str(block): Scorer((width, *hidden, 1), generator) for block in blocks})
+        for step in self._own.values():
+            if step.leaving < step.ranked:
+                self.register_buffer(f"order{step.ranked}", order(step.ranked, config.order), persistent=False)
+        if config.merges:
+            self.weights = one_each(blocks, 0.4)  # of a score in means
+            self.fades = one_each(blocks, 1.5)  # how fast tokens count less the less they are like what they go into
+            self.lifts = one_each(blocks, 1.4)  # how far means are made as long as what they are of
+            self.powers = nn.Parameter(torch.full((layout.depth,), 0.6))  # of a size in each block's attention
+        self.proportional = config.merges and config.proportional
+
+    def plan(self, patches: int) -> Plan:
+        """In training, where there is noise in this pass, or where tokens go while that is rehearsed.
+
+        Draws are made on the CPU, which no device has to wait for.
+        """
+        if not self.training:
+            return super().plan(patches)
+        noisy = [Place(int(block), self.config.inside) for block in self.scorers]
+        if self.layout.pool == "token":  # nothing reads patches behind the last block's attention
+            noisy = [place for place in noisy if place.block < self.layout.depth]
+        if not noisy:
+            raise UsageError(
+                f"at={self.layout.depth}: nothing reads patch tokens behind the last block's attention, so nothing is "
+                "learned there; expected an earlier block among the locations, or among noise_blocks"
+            )
+        assert self.options.rehearsal is not None  # the recipe has filled it in
+        if self.options.noise_at == "all" and not self.options.rehearsal:
+            return {place: Step(place, patches, patches, patches) for place in noisy}
+        drawn = noisy[int(torch.randint(len(noisy), (), device="cpu"))]
+        if self.options.rehearsal and float(torch.rand((), device="cpu")) < self.options.rehearsal:
+            several = self.config.places(self.layout.depth)
+            if plan := self.rehearsed(several if len(several) > 1 else (drawn,), patches):
+                return plan
+        if self.options.noise_at == "one":
+            noisy = [drawn]
+        return {place: Step(place, patches, patches, patches) for place in noisy}
+
+    def rehearsed(self, places: Sequence[Place], patches: int) -> Plan:
+        """Steps to a drawn share of all tokens in the end, of which each place keeps an equal share."""
+        final = math.exp(float(torch.empty((), device="cpu").uniform_(math.log(0.08), math.log(0.7))))
+        steps, count = [], patches
+        for number, place in enumerate(places, 1):
+            stay = min(count, max(1, round(patches * final ** (number / len(places)))))
+            if stay < count:
+                steps.append(Step(place, count, stay, stay))
+            count = stay
+        return {step.place: step for step in steps}
+
+    def sees(self, block: int, plan: Plan) -> Literal["", "heads", "map"]:
+        step = plan.get(Place(block, self.config.inside))
+        return "heads" if self.config.reads and step is not None and step.leaving < step.entering else ""
+
+    def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
+        if tokens.size is None or not self.proportional:
+            return None
+        return log_size(tokens.size, tokens.prefix, self.powers[block - 1].float())
+
+    def score(self, tokens: Tokens, block: int) -> torch.Tensor:
+        """Raw scores (B, n) in fp32 whatever the precision around them; relevance alpha is their softmax (Eq. 4)."""
+        with torch.autocast(tokens.x.device.type, enabled=False):
+            x = tokens.patches.float()
+            if self.options.score_norm:
+                x = F.layer_norm(x, x.shape[-1:], eps=1e-6)
+            score: torch.Tensor = self.scorers[str(block)](x)
+        return score
+
+    def add_noise(self, tokens: Tokens, block: int) -> Tokens:
+        """x_i + beta * s_i * (1 - min(1, c * alpha_i)) * eps_i on patch tokens (Eq. 5, generalised)."""
+        options = self.options
+        alpha = self.score(tokens, block).softmax(1)  # (B, n)
+        noise = 1 - (self.capacity(tokens) * alpha).clamp(max=1)
+        x = F.layer_norm(tokens.x, tokens.x.shape[-1:], eps=1e-6) if options.stream_norm else tokens.x
+        prefix, patches = x[:, : tokens.prefix], x[:, tokens.prefix :]
+        assert options.beta is not None  # the recipe has filled it in
+        scale = options.beta * noise[:, :, None]  # (B, n, 1), a standard deviation
+        if options.noise_scale == "rms":
+            scale = scale * patches.detach().float().square().mean(2, keepdim=True).sqrt()
+        if options.noise_scale == "image":
+            mean = patches.mean(1, keepdim=True)  # (B, 1, D)
+            spread = patches.detach().float().std(1, correction=0, keepdim=True)
+            patches = torch.lerp(patches, mean, noise[:, :, None].to(x.dtype))
+            scale = scale * spread
+        noisy = patches + scale.to(x.dtype) * torch.randn_like(patches)
+        return replace(tokens, x=torch.cat([prefix, noisy], 1))
+
+    def capacity(self, tokens: Tokens) -> float | torch.Tensor:
+        """How many tokens can pass free of noise."""
+        share = self.options.capacity
+        if share == "one":
+            return 1.0
+        if share == "drawn":
+            return tokens.count * torch.empty((), device=tokens.x.device).uniform_(0.1, 0.9)
+        return tokens.count * share  # type: ignore[operator]
+
+    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+        if step.leaving == step.entering:
+            return self.add_noise(tokens, step.place.block)
+        if self.config.merges:
+            return self.merge(tokens, step, heads)
+        if self.training or step.place.block in self.config.locations:
+            tokens = take(tokens, top(self.score(tokens, step.place.block), step.ranked))  # the best first
+        if step.leaving < step.ranked:
+            groups = self.groups(step.ranked, tokens.x.device)
+            tokens = remove_similar(tokens, step.ranked - step.leaving, groups, self.config.similar_how == "merge")
+        return tokens
+
+    def merge(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+        """Fewer tokens, each with what went folded in; while it is rehearsed, gradients reach all that is learned."""
+        score = standardised(self.score(tokens, step.place.block))
+        compared = tokens.patches
+        if self.config.metric == "mean":
+            assert heads is not None
+            compared = heads.key[:, :, tokens.prefix :].float().mean(1)  # (B, n, head_dim)
+        config, block = self.config, str(step.place.block)
+        stay, go, target, likeness = choose(
+            score, compared, tokens.size, step.leaving, config.relevance, config.crowding
+        )
+        share = (self.fades[block].float().clamp(min=0) * (likeness - 1)).exp()
+        weight = (self.weights[block].float() * score).exp()
+        return fold(tokens, stay, go, target, weight, share, self.lifts[block].float().clamp(min=0))
+
+    def groups(self, count: int, device: torch.device) -> torch.Tensor:
+        """The order (count,) whose first half is the group that loses tokens."""
+        if self.config.partition == "sequential":  # the worse half
+            return torch.arange(count, device=device).flip(0)
+        ready: torch.Tensor | None = getattr(self, f"order{count}", None)
+        return order(count, self.config.order, device) if ready is None else ready
+
+    def macs(self, step: Step) -> int:
+        cost = 0
+        if step.place.block in self.config.locations:
+            layers = self.scorers[str(step.place.block)].layers
+            per_token = sum(layer.weight.numel() for layer in layers)  # type: ignore[union-attr]
+            cost += step.entering * (per_token + 5 * self.layout.embed_dim * bool(self.options.score_norm))
+        if self.config.merges:
+            layout = self.layout
+            width = layout.embed_dim if self.config.metric == "x" else layout.attn_dim // layout.heads
+            return cost + step.entering**2 * width + (step.entering - step.leaving) * layout.embed_dim
+        if step.leaving < step.ranked:
+            first, second = halves(torch.arange(step.ranked))
+            cost += len(first) * len(second) * self.layout.embed_dim
+        return cost
+
+    @classmethod
+    def obstacle(cls, layout: Layout, config: TNT | None = None) -> str | None:  # type: ignore[override]
+        if layout.opens or config is None or not (config.merges or config.inside):
+            return None
+        wanted = {"inside": False, **({"metric": "x", "proportional": False} if config.merges else {})}
+        others = [f"{name}={value!r}" for name, value in wanted.items() if getattr(config, name) != value]
+        why = "its blocks cannot be opened to act inside them, to compare keys or to let sizes count in attention"
+        return f"{why}; {', '.join(others)} would do" if others else None

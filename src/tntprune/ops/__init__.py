@@ -1,0 +1,1 @@
+"""Tokens and the pure functions on them: selection, merging, similarity, attention."""

@@ -1,0 +1,127 @@
+"""Fewer tokens by relevance and likeness: what goes is folded into the most similar token that stays.
+
+Ours: neither the paper's dropping nor ToMe's pairs. A token is needed as far as it is relevant and nothing more
+relevant says what it says, so one number decides for both, and any share can go in one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from tntprune.ops.tokens import Tokens, follow, in_order, pick, ranking, take
+
+LONGEST = 4.0  # times its length that a mean becomes at most: opposite tokens have a mean near 0
+NEAREST = 1e-4  # distances below it are alike: fp32 tells them from rounding errors no more
+
+
+def standardised(score: torch.Tensor) -> torch.Tensor:
+    """Scores (B, n) with mean 0 and standard deviation 1 in each image."""
+    centred = score - score.mean(1, keepdim=True)
+    return centred / (centred.square().mean(1, keepdim=True).sqrt() + 1e-6)
+
+
+def choose(
+    score: torch.Tensor,
+    compared: torch.Tensor,
+    size: torch.Tensor | None,
+    count: int,
+    relevance: float,
+    crowding: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which tokens stay, which go, and where to. No gradient goes through.
+
+    A token's worth is its distance from the most similar token of a higher score, 1 - cosine and at most 1, times
+    exp(relevance * its score), times its size ** crowding. Of equal scores the first counts as the higher.
+
+    Args:
+        score: (B, n), standardised.
+        compared: (B, n, d), what likeness is told by.
+        size: (B, n), how many patches each token stands for; None if each stands for one.
+        count: How many stay, at least 1 and less than n.
+        relevance: Weight of the score beside the log of the distance.
+        crowding: Weight of the log of the size.
+
+    Returns:
+        Positions of those that stay, the highest score first (B, count), and of those that go (B, n - count); and for
+        each of these the most similar one among the first, 0 to count - 1, and its cosine (both B, n - count).
+    """
+    score = score.detach().float()
+    rank = ranking(score, descending=True)  # (B, n)
+    x = F.normalize(pick(compared.detach().float(), rank), dim=-1)  # (B, n, d), the highest score first
+    with torch.autocast(x.device.type, enabled=False):
+        alike = x @ x.transpose(1, 2)  # (B, n, n)
+    far = (1 - alike.tril(-1).amax(2)).clamp(min=NEAREST)  # (B, n)
+    worth = far.log() + relevance * score.gather(1, rank)
+    if size is not None:
+        worth = worth + crowding * size.gather(1, rank).log()
+    place = ranking(worth, descending=True)
+    stay, go = in_order(place[:, :count]), place[:, count:]  # (B, count), (B, n - count)
+    among = pick(alike, go).gather(2, stay[:, None].expand(-1, go.shape[1], -1))  # (B, n - count, count)
+    likeness, target = among.max(2)
+    return rank.gather(1, stay), rank.gather(1, go), target, likeness
+
+
+def length(x: torch.Tensor) -> torch.Tensor:
+    """Of tokens (B, n, D), in fp32: (B, n, 1)."""
+    found: torch.Tensor = torch.linalg.vector_norm(x.float(), dim=2, keepdim=True)
+    return found + 1e-6  # not 0, to divide by
+
+
+def fold(
+    tokens: Tokens,
+    keep: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor,
+    share: torch.Tensor | None = None,
+    lift: torch.Tensor | None = None,
+) -> Tokens:
+    """Merge tokens into others, by their weighted mean; gradients reach the tokens, the weights, shares and the lift.
+
+    A one-hot matmul does it, as in `tokens.merge`, whose targets are the same in every image.
+
+    A mean is shorter than what it is of, the more so the less alike that is. `lift` makes up for it: the mean is made
+    longer by (mean of the lengths / length of the mean) ** lift, and at most by `LONGEST`. With 1 it is as long as they
+    are, on the mean; that norms should be kept is from ToFu's MLERP (Kim et al., "Token Fusion", WACV 2024, abstract).
+
+    Args:
+        tokens: n patch tokens.
+        keep: (B, k), positions of those that stay, in the order in which they are to stand.
+        source: (B, r), positions of those that go.
+        target: (B, r), where in `keep` each goes.
+        weight: (B, n), above 0: what each counts for in the mean, beside the number of patches that it stands for.
+        share: (B, r), above 0 and at most 1: how much of each that goes is merged, while the rest is dropped; None is
+            all of it.
+        lift: A number, 0 or larger; None is 0, the mean itself.
+
+    Returns:
+        k patch tokens.
+    """
+    size = torch.ones_like(tokens.index, dtype=torch.float32) if tokens.size is None else tokens.size
+    kept = take(replace(tokens, size=size, source=None), keep)
+    assert kept.size is not None
+    lands = target[:, None] == torch.arange(keep.shape[1], device=keep.device)[:, None]  # (B, k, r)
+    gone = size.gather(1, source) if share is None else size.gather(1, source) * share  # (B, r), in patches
+    own = kept.size * weight.gather(1, keep).float()
+    extra = lands * (gone * weight.gather(1, source).float())[:, None]
+    total = own + extra.sum(2)  # (B, k)
+    own, extra = (own / total).to(kept.x.dtype)[:, :, None], (extra / total[:, :, None]).to(kept.x.dtype)
+    with torch.autocast(tokens.x.device.type, enabled=False):  # what takes nothing in comes out bit for bit
+        moved = pick(tokens.patches, source)  # (B, r, D)
+        x = torch.baddbmm(kept.patches * own, extra, moved)  # (B, k, D)
+        if lift is not None:
+            long = torch.baddbmm(length(kept.patches) * own.float(), extra.float(), length(moved))  # (B, k, 1)
+            x = (x * (long / length(x)).pow(lift).clamp(max=LONGEST)).to(x.dtype)
+    carrier = tokens.source
+    if carrier is not None:
+        new = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
+        carrier = follow(carrier, torch.cat([keep, source], 1), torch.cat([new, target], 1), tokens.count)
+    return replace(
+        kept,
+        x=torch.cat([kept.x[:, : tokens.prefix], x], 1),  # (B, prefix + k, D)
+        size=kept.size + (lands * gone[:, None]).sum(2),
+        source=carrier,
+    )

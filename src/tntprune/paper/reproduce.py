@@ -1,0 +1,185 @@
+"""Carries a plan out: trainings, settings, token maps, pages. What is there already is not done again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tntprune.backbones.models import load_model, shape_of
+from tntprune.errors import UsageError, UserError
+from tntprune.paper import figures, page
+from tntprune.paper.compare import Measured
+from tntprune.paper.entries import Agenda, Entry, TokenMap
+from tntprune.paper.trainings import RecipeName, folder, spent, train
+from tntprune.report.draw import photo_maps, row_titles, sheet, write_picture
+from tntprune.serialization.checkpoint import load_
+from tntprune.sweep import Job, carry_out
+from tntprune.sweep import plan as plan_sweep
+from tntprune.sweep.results import Row
+from tntprune.sweep.sweep_photos import Listing
+from tntprune.system.distributed import ALONE, World
+from tntprune.system.precision import Precision
+from tntprune.system.storage import check_output, make_folder, write
+
+RESULTS, PAGE, REPORT = "results.jsonl", "paper.md", "report.html"
+SHOWN = 4  # photos in a figure of token maps
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a plan is carried out.
+
+    Args:
+        data: Photos to evaluate, in class folders.
+        train_data: Photos to train on; None where everything is trained already.
+        out: Where everything goes.
+        recipe: "published" or "short".
+        trainings: Where trainings lie; None is a folder in `out`.
+        weights: Files by model; the Hub is asked for others.
+        photos: For the token maps; none takes some of `data`.
+        limit: Photos to evaluate at most.
+        speed: Measure images/s and memory as well.
+        precision: Of the forward passes.
+        batch_size: Images at a time.
+        together: Settings for which photos are read once.
+        on_bad_image: "error", or "skip" one that cannot be read.
+        device: Where.
+        workers: Processes that read photos.
+        seed: Of the trainings.
+        parts: That a training's batches are worked through in.
+        command: That was given, for the pages.
+    """
+
+    data: Path
+    train_data: Path | None
+    out: Path
+    recipe: RecipeName = "published"
+    trainings: Path | None = None
+    weights: dict[str, Path] | None = None
+    photos: tuple[Path, ...] = ()
+    limit: int | None = None
+    speed: bool = True
+    precision: Precision = "fp32"
+    batch_size: int = 32
+    together: int = 8
+    on_bad_image: Literal["error", "skip"] = "error"
+    device: str = "cpu"
+    workers: int | None = None
+    seed: int = 0
+    parts: int | None = None
+    command: str = ""
+
+
+def run(plan: Agenda, options: Options, world: World = ALONE, progress: bool = True) -> list[Measured]:
+    """Train, measure, draw and write.
+
+    Args:
+        plan: What.
+        options: How.
+        world: The processes that work together.
+        progress: Show bars.
+
+    Returns:
+        What was measured of each entry, in the plan's order.
+
+    Raises:
+        UsageError: what is needed was not given.
+        UserError: something given cannot be used.
+    """
+    _check(plan, options)
+    for file in (RESULTS, PAGE, REPORT):
+        check_output(options.out / file, [options.data, *(options.weights or {}).values(), *options.photos])
+    with world.main_first():
+        make_folder(options.out)
+    where = options.trainings or options.out / "trainings"
+    device = world.device(options.device)
+    train(
+        plan, options.train_data, where, options.recipe, weights=options.weights or {}, device=device,
+        seed=options.seed, parts=options.parts, world=world, workers=options.workers, progress=progress and world.main,
+    )  # fmt: skip
+    measured = _measure(plan, options, where, world, progress)
+    if world.main:
+        maps = draw_maps(plan.maps, options, where, device)
+        about = page.About(options.command, options.recipe, spent(plan, where), RESULTS)
+        write_pages(plan, measured, maps, about, options.out)
+    world.wait()
+    return measured
+
+
+def _check(plan: Agenda, options: Options) -> None:
+    """Refuse what cannot end well before hours are spent on it."""
+    weights = options.weights or {}
+    for model, file in weights.items():
+        if not file.is_file():
+            raise UserError(f"{file}: no such file; expected weights of {model}")
+    if "vit16" in plan.models and "vit16" not in weights:
+        raise UsageError("vit16: its authors released no weights; expected --weights vit16=FILE, or other --backbones")
+    for photo in options.photos:
+        if not photo.is_file():
+            raise UserError(f"{photo}: no such photo; expected one for the token maps")
+    first = plan.models[0]
+    Listing(options.data, shape_of(first, weights=weights.get(first)), options.limit)
+
+
+def _measure(plan: Agenda, options: Options, trainings: Path, world: World, progress: bool) -> list[Measured]:
+    if not plan.all:
+        return []
+    jobs = {entry.run: _job(entry, trainings) for entry in plan.runs}
+    made = plan_sweep(
+        list(jobs.values()), options.data, weights=options.weights, batch_size=options.batch_size,
+        precision=options.precision, limit=options.limit,
+    )  # fmt: skip
+    if made.left_out:
+        raise UserError(f"a setting cannot be measured: {made.left_out[0]}")
+    rows = carry_out(
+        made, options.out / RESULTS, device=options.device, workers=options.workers, together=options.together,
+        speed=options.speed, on_bad_image=options.on_bad_image, world=world, progress=progress,
+    )  # fmt: skip
+    by_job = {id(task.job): row for task, row in zip(made.tasks, rows, strict=True)}
+    return join(plan, {key: by_job[id(job)] for key, job in jobs.items()})
+
+
+def _job(entry: Entry, trainings: Path) -> Job:
+    reducer = None if entry.training is None else folder(trainings, entry.model, entry.training)
+    return Job(entry.model, entry.config, reducer, entry.name, entry.scheme)
+
+
+def join(plan: Agenda, rows: dict[str, Row]) -> list[Measured]:
+    """The entries of a plan with their rows, which are given by what was run."""
+    bases = {entry.model: rows[entry.run] for entry in plan.all if entry.config is None}
+    every = (*plan.entries, *plan.bases, *plan.ablation)
+    return [Measured(entry, rows[entry.run], bases[entry.model]) for entry in every]
+
+
+def draw_maps(maps: Sequence[TokenMap], options: Options, trainings: Path, device: str) -> list[tuple[str, bytes]]:
+    """A picture for each figure of token maps: its caption and the PNG, which is also written."""
+    found = []
+    for one in maps:
+        model = load_model(one.backbone, (options.weights or {}).get(one.backbone), device)
+        photos = list(options.photos) or Listing(options.data, model, SHOWN).paths
+        config = one.config
+        changes = {name: getattr(config, name) for name in ("at", "keep", "similar")}
+        load_(model, folder(trainings, one.backbone, one.training), **changes)
+        picture = sheet(photo_maps(model, photos, each=True), row_titles(photos))
+        write_picture(options.out / figures.map_file(one), picture)
+        found.append((figures.map_caption(one), picture))
+    return found
+
+
+def write_pages(
+    plan: Agenda, measured: Sequence[Measured], maps: Sequence[tuple[str, bytes]], about: page.About, out: Path
+) -> None:
+    """paper.md with its figures, and report.html."""
+    from tntprune.report.build import build
+
+    for name, data in figures.figures(measured):
+        write_picture(out / name, data)
+    write(out / PAGE, page.text(plan, measured, about).encode("utf-8", "backslashreplace"))
+    rows = list({one.row.setting.key: one.row for one in measured if one.entry.table != "ablation"}.values())
+    if any(row.setting.config for row in rows):
+        print(f"writing {out / REPORT}", file=sys.stderr)
+        made = build(rows, page.TITLE, page.lead(plan, measured), maps, page.sections(plan, measured))
+        write(out / REPORT, made.encode())

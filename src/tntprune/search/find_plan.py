@@ -1,0 +1,218 @@
+"""`find_plan`: photos, training where the method learns, the search, the front and the plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tntprune.backbones.attach import base_of, is_reduced, reduction_of
+from tntprune.data.batches import PhotoSource, TensorSource
+from tntprune.data.folders import Photos, default_workers, input_mode, transform_for
+from tntprune.errors import UsageError, UserError
+from tntprune.methods import Config
+from tntprune.methods.checks import check_whole
+from tntprune.search.budget import Budget, budget, said
+from tntprune.search.doubts import doubts
+from tntprune.search.found import Found
+from tntprune.search.job import Job
+from tntprune.search.latency import LatencyCurve, measure_latency
+from tntprune.search.points import front, proxy_error
+from tntprune.search.scout import Clock
+from tntprune.search.search_photos import Part, Shares, shares
+from tntprune.search.space import Space
+from tntprune.serialization.fingerprint import identity
+from tntprune.serialization.plan import Plan
+from tntprune.system.clock import Watch, busy_line
+from tntprune.system.interrupts import interrupts
+from tntprune.training.calibrate import fit as train
+from tntprune.training.config import Training
+from tntprune.training.recipes import Recipe
+
+
+def find_plan(
+    model: nn.Module,
+    data: str | Path | torch.Tensor,
+    labels: torch.Tensor | None = None,
+    *,
+    method: Config | None = None,
+    macs: float | None = None,
+    latency: float | str | None = None,
+    speedup: float | None = None,
+    drop: float | None = None,
+    blocks: Sequence[int] | None = None,
+    photos: int = 512,
+    minutes: float = 10.0,
+    moves: int = 60,
+    seed: int = 0,
+    workers: int | None = None,
+    curve: LatencyCurve | None = None,
+    batch_size: int = 1,
+    dtype: str = "fp32",
+    base: nn.Module | None = None,
+    weights: Path | None = None,
+    made_by: str = "",
+    progress: bool = True,
+) -> Found:
+    """Find where a method should remove tokens, and how many, so that the model keeps the most within a budget.
+
+    Give one of `macs`, `latency` and `speedup`, or `drop`, or both. With both, the plan is the cheapest one that keeps
+    the drop; if none does, the one that loses the least at that cost. Simple schedules (one block, the paper's three
+    blocks, all blocks evenly) are verified first, so that none of them beats the plan on the photos.
+
+    The same seed gives the same plan, unless the time ended the search. While schedules are tried, the first Ctrl-C or
+    SIGTERM ends it as the clock does.
+
+    Args:
+        model: In eval mode; it is not changed. What its reduction has learned is used.
+        data: Photos: a folder, what timm's `create_dataset` opens, or images (n, C, H, W), normalised. The loss is of
+            top-1 where there are labels, else of agreement with the unpruned model. Of a model without classes it is
+            of the mean cosine similarity between the embeddings, in hundredths, and the photos need no labels.
+        labels: (n,), with a tensor of images.
+        method: What to search for, with all options but where and how many; None is the model's own reduction. One
+            that learns and is not the model's own is trained first, on photos that are not held out.
+        macs: A budget: multiply-accumulates of one image, or at most 1 for a share of the unpruned model's.
+        latency: A budget: seconds for a batch, or text such as "12ms".
+        speedup: A budget: times as fast as the unpruned model.
+        drop: A budget: points that may be lost.
+        blocks: Where tokens may go; None is everywhere.
+        photos: To look at: half of them are searched on, and half are held out to verify what was found.
+        minutes: After which the best so far is verified and returned. Training, measuring and verifying the simple
+            schedules count, and are not cut short.
+        moves: Small changes that are tried.
+        seed: Of everything random.
+        workers: Processes that read photos.
+        curve: Time against tokens, measured before; a budget of time measures it otherwise.
+        batch_size: Of such a curve.
+        dtype: Of such a curve, for weights and images.
+        base: The unpruned model, where the model was trained together with its reduction.
+        weights: The file of the model's own weights then, for the plan to go with.
+        made_by: A note for the plan.
+        progress: Show bars.
+
+    Returns:
+        The plan, `found.plan`, which `reduce_` takes; its cost and figures; and what else was verified.
+
+    Raises:
+        UserError: the photos cannot be used, the method cannot be searched, or no schedule meets the budget.
+        UsageError: no budget or several limits of the cost were given, or a value is out of range.
+    """
+    began = time.monotonic()
+    wanted = budget(macs, latency, speedup, drop)
+    check_whole("photos", photos, 8)
+    check_whole("moves", moves, 0)
+    if not minutes > 0:
+        raise UsageError(f"minutes={minutes:g}: expected a number above 0")
+    if model.training:
+        raise UsageError("the model is in training mode; expected model.eval()")
+    template, learned = _template(model, method)
+    clock = Clock(60 * minutes)
+    space = Space(model, template, learned, blocks)
+    whole = float(space.base_macs)
+    if not wanted.timed:
+        wanted.limit(whole)  # refused before anything is read or measured
+        _check_reach(space, wanted, space.macs, whole)
+    found = shares(model, data, labels, photos, seed, workers, progress)
+    if learned is None and space.config([space.least] * len(space.blocks)).must_train:
+        space = _trained(space, found, seed, workers, progress)
+    watch = Watch()
+    if wanted.timed and curve is None:
+        some = space.config([space.patches // 2] * len(space.blocks))
+        with watch.on():
+            curve = measure_latency(base_of(model), some, batch_size=batch_size, dtype=dtype, progress=progress)
+    cost: Callable[[Config], float] = space.macs
+    if wanted.timed:
+        assert curve is not None
+        cost, whole = curve.predict, curve.unpruned
+        _check_reach(space, wanted, cost, whole, busy_line(watch.others()))
+    job = Job(space, wanted, cost, whole, curve, found, clock, moves, seed, base, progress)
+    with job.bar, interrupts() as clock.stops:
+        picked = job.run()
+    marks, verified = job.marks, list(job.points.values())
+    chosen = replace(picked, name="chosen")
+    named = {point.config: point for point in [*marks, chosen]}
+    verified = [named.get(point.config, point) for point in verified]
+    best = front(verified)
+    proxy = proxy_error(verified)
+    notes = [*filter(None, [found.note, busy_line(watch.others())]), *job.notes]
+    notes += doubts(chosen, wanted, job.photos, proxy)
+    if len(space.blocks) == 1:
+        notes.append(
+            f"Tokens may go at block {space.blocks[0]} alone, so that there is one schedule for a budget. For more "
+            "blocks give --at, or train them by leaving --reducer out."
+        )
+    if out_of_reach := [name for name, config in job.simple.items() if config is None]:
+        notes.append(f"These simple schedules cannot cost so little: {', '.join(out_of_reach)}.")
+    known = {point.name for point in marks}
+    if skipped := [name for name, config in job.simple.items() if config is not None and name not in known]:
+        notes.append(f"These simple schedules were not verified: {', '.join(skipped)}.")
+    if untried := job.untried():
+        notes.append(f"These simple schedules were not tried at a smaller cost for lack of time: {', '.join(untried)}.")
+    if curve is not None and wanted.timed and (slower := curve.slower()):
+        pairs = ", ".join(f"{count} than {faster}" for count, faster in sorted(slower.items()))
+        notes.append(f"On this machine fewer patch tokens take longer than more: {pairs}.")
+    reduced = reduction_of(space.put(chosen.config))
+    backbone = {"embed_dim": reduced.layout.embed_dim, "depth": reduced.layout.depth}
+    predicted = {
+        **{name: value for name, value in chosen.to_dict().items() if name not in ("name", "config")},
+        "proxy": proxy, "photos": [len(job.judge), len(job.verifier)],
+        "references": [point.to_dict() for point in marks],
+    }  # fmt: skip
+    own = dict(reduced.state_dict() if space.learned is None else space.learned)
+    plan = Plan(
+        chosen.config, own, backbone, identity(model if base is None else base), weights, made_by, wanted.to_dict(),
+        predicted, [point.to_dict() for point in best],
+    )  # fmt: skip
+    others = [point for point in verified if point not in best and point not in marks and point is not chosen]
+    return Found(
+        plan, chosen, best, marks, others, wanted, whole, proxy, (len(job.judge), len(job.verifier)),
+        time.monotonic() - began, "interrupt" if clock.stops else "time" if clock.rang else "", notes, curve,
+    )  # fmt: skip
+
+
+def _template(model: nn.Module, method: Config | None) -> tuple[Config, dict[str, torch.Tensor] | None]:
+    """The method, and what it has learned if it is the model's own."""
+    if method is not None:
+        return method, None
+    if not is_reduced(model):
+        raise UsageError("nothing to search for: expected a method, or a model with a reduction on it")
+    own = reduction_of(model)
+    return own.config, {name: value.detach().clone() for name, value in own.state_dict().items()}
+
+
+def _check_reach(
+    space: Space, wanted: Budget, cost: Callable[[Config], float], whole: float, busy: str | None = None
+) -> None:
+    """Refuse a budget that the method cannot meet whatever it removes."""
+    least = cost(space.config([space.least] * len(space.blocks)))
+    first, last = space.blocks[0], space.blocks[-1]
+    where = f"block {first}" if first == last else f"blocks {first} to {last}"
+    if wanted.kind != "drop" and wanted.limit(whole) < least:
+        raise UserError(
+            f"{space.template.method} at {where} cannot meet {wanted}: with one token left it takes "
+            f"{said(least, wanted.timed)}, {least / whole:.1%} of the unpruned model's; expected a larger budget"
+            + (f" ({busy})" if busy else "")
+        )
+
+
+def _trained(space: Space, found: Shares, seed: int, workers: int | None, progress: bool) -> Space:
+    """The space with what its method learns on the photos that are not held out, as `tntprune train` trains it."""
+    config = space.everywhere()
+    model = space.put(config)
+    recipe = Recipe(config, Training(seed=seed))
+    training, labelled = recipe.training, found.searched.labels is not None
+    source: Any
+    if isinstance(found.training, Part):
+        source = TensorSource(*found.training, training.batch_size, seed)
+    else:
+        reader = Photos(found.training, transform_for(model, recipe.augmentation), input_mode(model), seed)
+        workers = default_workers() if workers is None else workers
+        source = PhotoSource(reader, training.batch_size, seed, workers, labelled)
+    train(model, source, training, progress=progress)
+    learned = {name: value.detach().clone() for name, value in reduction_of(model).state_dict().items()}
+    return Space(space.base, space.template, learned, space.blocks)

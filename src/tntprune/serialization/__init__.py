@@ -1,0 +1,1 @@
+"""Saved reductions and plans, the Hub, and what identifies a model."""

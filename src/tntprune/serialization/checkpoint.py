@@ -1,0 +1,303 @@
+"""Saving a reduction and putting it on a model again: one small file in a folder, on the Hub, or shipped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+import tntprune
+from tntprune.backbones.attach import attach, base_of, reduction_of
+from tntprune.backbones.base import find_backbone
+from tntprune.backbones.classnames import packed_names
+from tntprune.errors import UsageError, UserError
+from tntprune.methods import Combination, Config, from_dict, implementation, options, to_dict
+from tntprune.methods.base import Method
+from tntprune.methods.learned import inherit, missing_in, with_dimension
+from tntprune.serialization.fingerprint import identity, warn_of_others
+from tntprune.serialization.hub import download
+from tntprune.serialization.plan import Plan, is_plan, read_plan
+from tntprune.serialization.pretrained import SHIPPED, find_shipped
+from tntprune.system.storage import check_finite, check_fits, make_folder, packed, read_metadata, read_weights, write
+
+if TYPE_CHECKING:
+    from tntprune.analysis.accuracy_curve import Curve
+
+Model = TypeVar("Model", bound=nn.Module)
+FILE = "reducer.safetensors"
+WEIGHTS = "model.safetensors"  # beside it, where the model itself was trained too
+EMPTY = "nothing"  # a safetensors file needs a tensor even where a method has none
+
+
+def save(
+    model: nn.Module, folder: str | Path, made_by: str = "", weights: bool = False, card: bool | Curve = False
+) -> Path:
+    """Save a model's reduction: its configuration and what it learned, and not the model unless `weights` says so.
+
+    Args:
+        model: A reduced model.
+        folder: Where to put `reducer.safetensors`; made if it is not there.
+        made_by: A note to keep in the file, such as the options of the training.
+        weights: Also save the model's own weights as `model.safetensors`, for one that was trained with its reduction.
+        card: Also write a model card, `README.md`, with what was measured if a `Curve` is given.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        UserError: the model is not reduced, its reduction has values that are not finite, or the folder cannot be
+            written.
+
+    Warns:
+        UserNote: the reduction was never calibrated.
+    """
+    method = reduction_of(model)
+    _check_whole(method)
+    folder = Path(folder)
+    tensors = {name: value.detach().cpu().contiguous() for name, value in method.state_dict().items()}
+    check_finite(folder / FILE, tensors)  # load_ would refuse them
+    make_folder(folder)
+    layout = method.layout
+    about = {
+        "tntprune": tntprune.__version__,
+        "made_by": made_by,
+        "config": json.dumps(to_dict(method.config)),
+        "weights": WEIGHTS if weights else "",
+        "model": json.dumps(identity(model)),
+        "backbone": json.dumps({"embed_dim": layout.embed_dim, "depth": layout.depth}),
+    }
+    if not method.calibrated:
+        about["calibrated"] = "no"
+        method.warn_uncalibrated()
+    if weights:
+        save_weights(model, folder)
+    write(folder / FILE, packed(tensors or {EMPTY: torch.zeros(1)}, metadata=about))
+    if card:
+        from tntprune.serialization.card import CARD, model_card
+
+        curve = None if isinstance(card, bool) else card
+        text = model_card(model, folder.resolve().name, made_by=made_by, curve=curve, weights=weights)
+        write(folder / CARD, text.encode())
+    return folder / FILE
+
+
+def _check_whole(method: Method) -> None:
+    """Refuse to save a reduction that `load_` could not put together again.
+
+    Raises:
+        UserError: something was put on its layers, or FSDP2 has sharded them.
+    """
+    wanted = implementation(type(method.config))(method.config, method.layout).state_dict()
+    found = method.state_dict()
+    sharded = next((name for name, value in found.items() if hasattr(value, "full_tensor")), None)
+    if sharded is not None:
+        raise UserError(f"reduction.{sharded} is sharded by fully_shard; expected the model before it is sharded")
+    if odd := sorted(set(found) ^ set(wanted)):
+        raise UserError(
+            f"reduction.{odd[0]}: something was put on the reduction's layers; expected it to be taken off or merged "
+            "first (torch.nn.utils.prune.remove, peft's merge_and_unload)"
+        )
+
+
+def save_weights(model: nn.Module, folder: str | Path, made_by: str = "") -> Path:
+    """Save the weights of a model itself, under their own names, with those of its classes; nothing of its reduction.
+
+    Args:
+        model: Reduced or not.
+        folder: Where to put `model.safetensors`; made if it is not there.
+        made_by: A note to keep in the file.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        UserError: adapters are on the model, a weight is not finite, or the folder cannot be written.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer") or hasattr(module, "parametrizations"):
+            raise UserError(
+                f"{name} has an adapter on it ({type(module).__name__}), and its weights alone are not the model's; "
+                "expected merged weights (peft's merge_and_unload), or a reduction saved without weights"
+            )
+    path = Path(folder) / WEIGHTS
+    own = {name: value.detach().cpu().contiguous() for name, value in base_of(model).state_dict().items()}
+    check_finite(path, own)
+    make_folder(path.parent)
+    about = {"tntprune": tntprune.__version__, "made_by": made_by, **packed_names(model)}
+    write(path, packed(own, metadata=about))
+    return path
+
+
+def load_(model: Model, source: str | Path | Plan, *more: Config, revision: str | None = None, **changes: Any) -> Model:
+    """Put a saved reduction on a model, in place.
+
+    Where the model was trained together with its reduction, its weights are replaced too.
+
+    Args:
+        model: The model it was made for, or one of the same width and depth.
+        source: A folder, a file, a plan (a .json file written by `tntprune search`, or `find_plan(...).plan`), the id
+            of a repository on the Hugging Face Hub (user/repo or user/repo@revision), or "pretrained" for what comes
+            with the library; a folder of that name is "./pretrained".
+        *more: Further reductions, at places of their own, that need no training: see `reduce_`.
+        revision: Of the repository: a branch, a tag or a commit.
+        **changes: Options to change, such as `at=3, keep=0.5, similar=25`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: nothing is there, it is broken, or it was made for a model of another width or depth.
+        UsageError: an option does not exist or is out of range, or a revision was given of what is no repository.
+
+    Warns:
+        UserNote: it was made for other weights of such a model.
+    """
+    if isinstance(source, Plan):
+        if revision is not None:
+            raise UsageError(f"revision={revision!r} of a plan in memory; expected a Hub id, or no revision")
+        config, tensors, path, about = source.config, source.learned, Path("the plan"), source.entries()
+    else:
+        config, tensors, path = read(source, model, revision)
+        about = _about(path)
+    for name, entry in options(type(config)).items():
+        if entry.metadata["learned"] and changes.get(name, getattr(config, name)) != getattr(config, name):
+            raise UsageError(
+                f"{name}={changes[name]!r}: {path} was trained with {getattr(config, name)!r}, and only fits that; "
+                "expected no change of it, or another training"
+            )
+    if changes:
+        config.check_changes(changes, str(path))
+        config = config.changed(**changes)
+    for part in more:
+        if part.must_train:
+            raise UsageError(
+                f"{part.method} has to be trained first; expected further reductions that need no training"
+            )
+    layout = find_backbone(model).layout(model)
+    for name, value in _parse(path, about["backbone"]).items():
+        if getattr(layout, name, None) != value:
+            raise UserError(f"{path}: made for a model of {name} {value}, given one of {getattr(layout, name, None)}")
+    method = reduction_of(attach(base_of(model), config))  # the model itself stays as it is if this does not fit
+    wanted = {name: value.shape for name, value in method.state_dict().items()}
+    spare = bool(changes) or isinstance(source, Plan) or is_plan(path)  # a plan has more, for other blocks too
+    found = {name: value.shape for name, value in tensors.items() if name in wanted or not spare}
+    if missing := missing_in(tensors, wanted):
+        raise UserError(f"{path}: {missing}")
+    check_fits(path, tensors, method.state_dict())
+    if wanted != found:
+        odd = sorted(set(found) - set(wanted)) or ["shapes"]
+        raise UserError(f"{path}: does not fit its own configuration ({odd[0]}); expected what tntprune.save writes")
+    tuned = _weights(source, path, model) if about.get("weights") else None
+    if tuned is None:
+        warn_of_others(path, base_of(model), about.get("model", ""))
+    own: Any = reduction_of(attach(model, config, *more))
+    inherit(own.parts[0] if more and not isinstance(config, Combination) else own, tensors)
+    own.set_calibrated(about.get("calibrated") != "no")
+    if tuned is not None:
+        model.load_state_dict(tuned, strict=False)
+    return model
+
+
+def _weights(source: str | Path | Plan, path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's own weights that go with a reduction."""
+    file = source.weights if isinstance(source, Plan) else weights_of(path)
+    if not isinstance(source, Plan) and not Path(source).exists():
+        # the same commit, or the two would not fit: the cache has a folder for each
+        file = download(str(source).partition("@")[0], WEIGHTS, path.parent.name)
+    elif file is None or not file.is_file():
+        raise UserError(f"{path}: goes with weights that were trained with it, and {file} is gone; put it back there")
+    tensors = read_weights(file)
+    wanted = {name: value.shape for name, value in base_of(model).state_dict().items()}
+    if wanted != {name: value.shape for name, value in tensors.items()}:
+        raise UserError(f"{file}: does not fit the model; expected the model it was trained on")
+    check_fits(file, tensors, base_of(model).state_dict())
+    return tensors
+
+
+def read(
+    source: str | Path, model: nn.Module | None = None, revision: str | None = None
+) -> tuple[Config, dict[str, torch.Tensor], Path]:
+    """The configuration, the tensors and the local path of a saved reduction.
+
+    Args:
+        source: See `load_`.
+        model: The model it is for; only "pretrained" needs it.
+        revision: See `load_`.
+
+    Raises:
+        UserError: nothing is there, or it is broken or not a reduction.
+    """
+    path = _locate(source, model, revision)
+    about = _about(path)
+    if "config" not in about or "backbone" not in about:
+        raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
+    tensors = read_plan(path).learned if is_plan(path) else read_weights(path)
+    tensors.pop(EMPTY, None)
+    tensors = {name: with_dimension(value) for name, value in tensors.items()}
+    return from_dict(_parse(path, about["config"])), tensors, path
+
+
+def made_by(path: Path) -> tuple[str, bool]:
+    """The note in a saved file on how it was made, and whether the model's own weights lie beside it."""
+    about = _about(path)
+    return about.get("made_by", ""), bool(about.get("weights"))
+
+
+def files_of(source: str | Path | None) -> list[Path]:
+    """The files of this machine that `load_` reads for a source, so that none of them is written over."""
+    if source is None or not Path(source).exists():
+        return []
+    path = Path(source)
+    if path.is_dir():
+        return [path / FILE, path / WEIGHTS]
+    own = weights_of(path) if is_plan(path) else path.parent / WEIGHTS
+    return [path, *filter(None, [own])]
+
+
+def weights_of(path: Path) -> Path | None:
+    """The model's own weights that go with a saved file on this machine; None where only the reduction was trained."""
+    if is_plan(path):
+        return read_plan(path).weights
+    return path.parent / WEIGHTS if read_metadata(path).get("weights") else None
+
+
+def _about(path: Path) -> dict[str, str]:
+    """The text entries of a saved file, or of a plan."""
+    return read_plan(path).entries() if is_plan(path) else read_metadata(path)
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
+    return data
+
+
+def _locate(source: str | Path, model: nn.Module | None, revision: str | None) -> Path:
+    path = Path(source)
+    if revision is not None and (source == SHIPPED or path.exists()):
+        raise UsageError(f"revision={revision!r}, but {source} is on this machine; expected a Hub id, or no revision")
+    if source == SHIPPED and model is not None:
+        return find_shipped(model)
+    if path.is_file():
+        return path
+    if is_plan(path) and not path.exists():
+        raise UserError(f"{path}: no such file; expected a plan, written by tntprune search")
+    if path.is_dir():
+        if (path / FILE).is_file():
+            return path / FILE
+        unfinished = any(path.glob("checkpoint.safetensors"))
+        hint = "the training there has not ended: continue it with --resume" if unfinished else f"expected {FILE} in it"
+        raise UserError(f"{path}: no reduction in it; {hint}")
+    parts = str(source).partition("@")[0].split("/")
+    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        raise UserError(
+            f"{source}: no such folder or file, and not a Hub id; expected a folder written by tntprune.save"
+        )
+    return download(str(source), FILE, revision)

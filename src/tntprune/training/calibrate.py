@@ -1,0 +1,178 @@
+"""Training the reduction of a model on tensors, a folder of photos or a loader."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from tntprune.backbones.attach import device_of, reduction_of
+from tntprune.backbones.base import find_backbone
+from tntprune.data.batches import LoaderSource, PhotoSource, Source, TensorSource
+from tntprune.data.datasets import open_photos
+from tntprune.data.folders import Photos, default_workers, input_mode, transform_for
+from tntprune.data.mixing import mixer_for
+from tntprune.errors import UsageError, UserError
+from tntprune.methods.checks import check_whole
+from tntprune.system.distributed import ALONE, World
+from tntprune.training.config import Training
+from tntprune.training.learning import learning, weights_of
+from tntprune.training.recipes import Recipe
+from tntprune.training.trainer import Diverged, Trainer
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def fit(
+    model: nn.Module,
+    source: Source,
+    training: Training,
+    first: int = 0,
+    trainer: Trainer | None = None,
+    after: Callable[[int, float, Trainer], None] | None = None,
+    progress: bool = True,
+    world: World = ALONE,
+) -> None:
+    """Train from step `first` to the end.
+
+    Args:
+        model: A reduced model.
+        source: Of batches.
+        training: How.
+        first: Steps that are done already.
+        trainer: With the state of those steps; made here if not given.
+        after: Called after each step with its number from 1, its loss and the trainer.
+        progress: Show a bar with the loss and the time left.
+        world: The processes that train together.
+
+    Raises:
+        UserError: the images cannot be used, or the loss is not finite; what the reduction had learned before the
+            training is put back then.
+    """
+    method = reduction_of(model)
+    if any(value.is_inference() for value in (*model.parameters(), *model.buffers())):
+        raise UserError(
+            "the model was made under torch.inference_mode(), so it cannot be trained; expected one made outside of it"
+        )
+    calibrated, before = method.calibrated, {name: value.clone() for name, value in method.state_dict().items()}
+    epochs = training.passes(source.per_epoch, reduction_of(model).learners)
+    total = epochs * source.per_epoch
+    training = replace(training, epochs=epochs)
+    devices = [device_of(model)] if device_of(model).type == "cuda" else []
+    with (
+        learning(model, training.backbone_lr > 0, training.unfreeze),
+        torch.random.fork_rng(devices=devices),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        torch.default_generator.manual_seed(
+            training.seed
+        )  # a shuffling loader of the user's draws its order before the first step
+        trainer = trainer or Trainer(model, training, total, world)
+        bar = tqdm(total=total, initial=first, unit="step", disable=not (progress and world.main), desc="training")
+        average = math.nan
+        parts = source.batches(first, total, trainer.share)
+        with bar:
+            for number in range(first, total):
+                try:
+                    loss = trainer.step(number, list(islice(parts, len(trainer.share.mine)))).item()
+                except Diverged:
+                    method.load_state_dict(before)
+                    method.set_calibrated(calibrated)
+                    raise
+                average = loss if math.isnan(average) else 0.95 * average + 0.05 * loss
+                bar.set_postfix(loss=f"{average:.4f}", refresh=False)
+                bar.update()
+                if after is not None:
+                    after(number + 1, loss, trainer)
+
+
+def needs_labels(model: nn.Module, training: Training) -> bool:
+    """Whether a reduced model is trained against labels."""
+    return weights_of(model, training)[0] > 0
+
+
+def photo_source(
+    model: nn.Module, data: str | Path, recipe: Recipe, labelled: bool, workers: int | None, **where: Any
+) -> PhotoSource:
+    """Photos, augmented, for training.
+
+    Args:
+        model: A reduced model.
+        data: A folder, or what timm's `create_dataset` opens.
+        recipe: How they are used.
+        labelled: Whether the training needs labels.
+        workers: Processes that read.
+        **where: Of a data set: split, root, samples; see `datasets.open_photos`.
+
+    Raises:
+        UsageError: the number of workers is below 0.
+        UserError: there are no such photos.
+    """
+    workers = default_workers() if workers is None else workers
+    check_whole("workers", workers, 0)
+    training, images = recipe.training, recipe.augmentation
+    found = open_photos(data, model, training=True, labelled=labelled, **where)
+    photos = Photos(found, transform_for(model, images), input_mode(model), training.seed)
+    classes = find_backbone(model).classes(model)
+    mixer = mixer_for(images, classes, training.label_smoothing, training.seed)
+    pin = device_of(model).type == "cuda"
+    return PhotoSource(photos, training.batch_size, training.seed, workers, labelled, images.repeats, mixer, pin)
+
+
+def calibrate_(
+    model: Model,
+    data: torch.Tensor | str | Path | Iterable[Any],
+    labels: torch.Tensor | None = None,
+    *,
+    progress: bool = True,
+    workers: int | None = None,
+    **training: Any,
+) -> Model:
+    """Train what a reduction learns, in place; the model itself is not changed unless `backbone_lr` is above 0.
+
+    With `unfreeze` the model is fine-tuned under the reduction that it has, and the reduction learns nothing.
+
+    Args:
+        model: A reduced model.
+        data: Images (n, C, H, W), normalised as the model wants them; or a DataLoader of images or of (images,
+            labels); or a folder of photos, with a subfolder a class if it is trained against labels.
+        labels: (n,), with a tensor of images. Only training against labels needs them.
+        progress: Show a bar.
+        workers: Processes that read photos from a folder.
+        **training: Options of `Training`: epochs, batch_size, lr, backbone_lr, unfreeze, weight_decay, label_smoothing,
+            warmup, seed, amp, and more.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: the data cannot be used, or the method has nothing to learn.
+        UsageError: an option is out of range.
+    """
+    unknown = set(training) - set(Training.__dataclass_fields__)
+    if unknown:
+        raise UsageError(f"no training option {min(unknown)!r}; there are {', '.join(Training.__dataclass_fields__)}")
+    options = Training(**training)
+    labelled = needs_labels(model, options)
+    source: Source
+    if labels is not None and not isinstance(data, torch.Tensor):
+        raise UsageError("labels go with a tensor of images; a loader gives its own, and a folder's are its subfolders")
+    classes = find_backbone(model).classes(model)
+    if labels is not None and classes and not bool(((labels >= 0) & (labels < classes)).all()):
+        raise UserError(f"labels from {labels.min()} to {labels.max()}; the model has classes 0 to {classes - 1}")
+    if isinstance(data, torch.Tensor):
+        source = TensorSource(data, labels, options.batch_size, options.seed)
+    elif isinstance(data, str | Path):
+        source = photo_source(model, data, Recipe(reduction_of(model).config, options), labelled, workers)
+    else:
+        source = LoaderSource(data)
+    fit(model, source, options, progress=progress)
+    return model

@@ -1,0 +1,76 @@
+"""Every method with its options, for the tests that run each of them."""
+
+from __future__ import annotations
+
+import torch
+
+from tntprune import ATS, TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, ZeroTPrune
+from tntprune.backbones.attach import reduction_of
+from tntprune.reduce import reduce_
+
+CONFIGS = {
+    "random": Random(at=2, keep=0.5),
+    "random-several": Random(at=(1, 3), keep=(0.8, 0.5)),
+    "random-start": Random(at=0, tokens=9),
+    "tnt": TNT(at=2, keep=0.5, recipe="relative"),
+    "tnt-paper": TNT(at=2, keep=0.5, recipe="paper"),
+    "tnt-mlp": TNT(at=2, keep=0.5, recipe="relative", scorer="mlp"),
+    "tnt-similar": TNT(at=3, keep=0.5, similar=5),
+    "tnt-similar-merge": TNT(at=3, keep=0.5, similar=5, similar_how="merge"),
+    "tnt-sequential": TNT(at=3, keep=0.5, similar=5, partition="sequential"),
+    "tnt-several": TNT(at=(1, 2, 4), keep=(0.9, 0.8, 0.5), similar=6),
+    "tnt-several-merge": TNT(at=(1, 2), keep=0.8, similar=6, similar_how="merge"),
+    "tnt-similar-each": TNT(at=(1, 2), keep=0.8, similar=3, similar_at="score"),
+    "tnt-only-similar": TNT(at=2, keep=0.9, similar=25),
+    "tnt-embedding": TNT(at=0, tokens=9, noise_blocks=(0, 1), recipe="relative"),
+    "tnt-merging": TNT(at=2, keep=0.5),
+    "tnt-merging-inside": TNT(at=(1, 2, 4), keep=(0.8, 0.7, 0.5), inside=True, metric="mean"),
+    "topk": TopK(at=2, keep=0.5),
+    "topk-after": TopK(at=(2, 3), keep=0.7, inside=False, rows="mean"),
+    "evit": EViT(at=(2, 4), keep=0.7),
+    "evit-normalised": EViT(at=2, keep=0.5, normalise=True, inside=False),
+    "dynamicvit": DynamicViT(at=(2, 4), keep=0.6),
+    "tome": ToMe(r=5),
+    "tome-passes": ToMe(at=(2, 4), keep=0.4, inside=False, metric="x", proportional=False),
+    "zerotprune": ZeroTPrune(at=(1, 3), keep=0.8, similar=4),
+    "zerotprune-is": ZeroTPrune(at=2, keep=0.5, similar=5, beyond=False, stages="is", feature="x", variance=None),
+    "ats": ATS(at=(2, 4), keep=0.6),
+    "avit": AViT(gate_center=5.0),
+    "avit-fixed": AViT(at=2, keep=0.5),
+    "evovit": EvoViT(at=(2, 4), keep=0.5),
+}
+SOME = ("random", "tnt-similar", "tnt-several", "tnt-similar-merge", "tnt-merging-inside", "evit", "tome", "ats")
+EACH = (
+    "tnt-similar-merge",
+    "tnt-merging",
+    "tnt-merging-inside",
+    "topk",
+    "evit",
+    "dynamicvit",
+    "tome",
+    "tome-passes",
+    "zerotprune",
+    "ats",
+    "avit",
+    "evovit",
+)
+LOOSE = (
+    "ats",
+    "avit",
+    "evovit",
+)  # what they keep is no fixed number; they have tests of their own
+
+
+def run(model, images):
+    with torch.inference_mode():
+        return model(images)
+
+
+def stirred(model, config):
+    """A reduced model whose scorers are not near zero, so that scores differ."""
+    reduce_(model, config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in reduction_of(model).parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator))
+    return model

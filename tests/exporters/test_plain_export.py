@@ -1,0 +1,107 @@
+"""Reduced models, and larger modules that hold one, go through torch's and OpenVINO's own exporters."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import hf_models
+import tntprune
+from configs import CONFIGS, stirred
+from conftest import make, photos_for
+from tntprune.methods import ToMe
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+FIXED = tuple(name for name in CONFIGS if name not in ("ats", "avit"))  # the others keep another number in each image
+SHORT = ("tnt-merging", "tome", "avit-fixed", "zerotprune")
+
+
+class Segmenter(nn.Module):
+    """A reduced tower with a head of its own behind it, which wants a feature for every patch."""
+
+    def __init__(self, tower):
+        super().__init__()
+        self.tower, self.head = tower, nn.Conv2d(32, 3, 1)
+
+    def forward(self, images):
+        return self.head(tntprune.features(self.tower, images))
+
+
+def built(kind, name):
+    if kind.startswith("hf "):
+        return stirred(hf_models.make(kind[3:]), CONFIGS[name]).eval(), hf_models.photos_for(kind[3:])
+    model = stirred(make(kind.removeprefix("inside ")), CONFIGS[name])
+    images = photos_for(model)
+    return (Segmenter(model).eval() if kind.startswith("inside ") else model), images
+
+
+def used(out):
+    return out if isinstance(out, torch.Tensor) else hf_models.used(out)
+
+
+def through_onnx(model, images, file):
+    """What ONNX Runtime gives for a file with any batch size, and the TopK nodes whose K is no constant."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        batch = torch.export.Dim("batch", min=1, max=64)
+        torch.onnx.export(model, (images,), file, dynamo=True, verbose=False, dynamic_shapes=({0: batch},))
+    graph = onnx.load(file).graph
+    constants = {tensor.name for tensor in graph.initializer}
+    constants |= {name for node in graph.node if node.op_type == "Constant" for name in node.output}
+    computed = [node.name for node in graph.node if node.op_type == "TopK" and node.input[1] not in constants]
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    (name,) = (given.name for given in session.get_inputs())
+    return [torch.from_numpy(out) for out in session.run(None, {name: images[:2].numpy()})], computed
+
+
+FAMILIES = ("inside plain", "map_pool", "eva02", "rope_mixed", "beit", "hf vit_classifier", "hf clip_projection")
+CASES = [*(("plain", name) for name in FIXED), *((kind, "tnt-merging") for kind in FAMILIES)]
+FEW = {("plain", name) for name in SHORT} | {("inside plain", "tnt-merging"), ("hf vit_classifier", "tnt-merging")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [pytest.param(*case, marks=[] if case in FEW else pytest.mark.wide) for case in CASES]
+)
+def test_torch_onnx_export(kind, name, tmp_path):
+    model, images = built(kind, name)
+    outs, computed = through_onnx(model, images, tmp_path / "model.onnx")
+    with torch.no_grad():
+        expected = used(model(images[:2]))
+    assert any(out.shape == expected.shape and torch.allclose(out, expected, atol=1e-4, rtol=1e-3) for out in outs)
+    assert computed == []
+
+
+def test_our_own_onnx_files_have_constant_counts_too(tmp_path):
+    model = stirred(make("plain"), ToMe(r=5))
+    tntprune.export(model, tmp_path / "model.onnx", dynamic_batch=True)
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    constants = {tensor.name for tensor in graph.initializer}
+    constants |= {name for node in graph.node if node.op_type == "Constant" for name in node.output}
+    ranked = [node for node in graph.node if node.op_type == "TopK"]
+    assert ranked and all(node.input[1] in constants for node in ranked)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(
+            *case, marks=[] if case in {("plain", "tome"), ("inside plain", "tnt-merging")} else pytest.mark.wide
+        )
+        for case in CASES
+    ],
+)
+def test_openvino_convert_model(kind, name):
+    openvino = pytest.importorskip("openvino")
+    model, images = built(kind, name)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        compiled = openvino.compile_model(
+            openvino.convert_model(model, example_input=images), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+        )
+        expected = used(model(images))
+        outs = [torch.from_numpy(out) for out in compiled(images.numpy()).values()]
+    assert any(out.shape == expected.shape and torch.allclose(out, expected, atol=1e-4, rtol=1e-3) for out in outs)

@@ -1,0 +1,234 @@
+"""What must hold for every method on every kind of backbone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import tntprune
+from configs import CONFIGS, EACH, LOOSE, SOME, run, stirred
+from conftest import BACKBONES, make, photos_for
+from tntprune.backbones.attach import reduction_of
+from tntprune.backbones.base import find_backbone
+from tntprune.methods import METHODS, implementation
+from tntprune.methods.learned import inherit
+from tntprune.methods.schedule import Place
+from tntprune.reduce import reduce_, restore_
+
+
+def test_every_method_is_in_the_matrix():
+    assert {config.method for config in CONFIGS.values()} == set(METHODS)
+
+
+@pytest.fixture(params=list(CONFIGS))
+def config(request, model):
+    config = CONFIGS[request.param]
+    reason = implementation(type(config)).obstacle(find_backbone(model).layout(model), config)
+    if reason:
+        with pytest.raises(tntprune.UserError, match="cannot be applied here"):
+            reduce_(model, config)
+        pytest.skip(reason)
+    return config
+
+
+def test_restore_gives_back_the_base_bit_for_bit(model, config):
+    images = photos_for(model)
+    before, names, kind = run(model, images), list(model.state_dict()), type(model)
+    stirred(model, config)
+    assert isinstance(model, kind) and type(model) is not kind
+    assert [name for name in model.state_dict() if not name.startswith("reduction.")] == names
+    assert not torch.equal(run(model, images), before)
+    restore_(model)
+    assert type(model) is kind and list(model.state_dict()) == names
+    assert torch.equal(run(model, images), before)
+    assert restore_(model) is model
+
+
+def test_keep_one_is_the_base_bit_for_bit(model, config):
+    images = photos_for(model)
+    before = run(model, images)
+    changes = {"similar": 0} if hasattr(config, "similar") else {}
+    changes |= {"at": 2} if config == CONFIGS["avit"] else {}  # alone it halts as it likes
+    reduce_(model, config.changed(keep=1.0, **changes))
+    assert torch.equal(run(model, images), before)
+
+
+def test_kept_patches_are_unique_in_range_counted_and_really_those(model, config):
+    if config.method in LOOSE:
+        pytest.skip("has its own test")
+    images = photos_for(model)
+    stirred(model, config)
+    layout = reduction_of(model).layout
+    plan = reduction_of(model).plan(layout.patches)
+    with tntprune.record(model) as trace:
+        run(model, images)
+    assert list(trace.kept) == [place.block for place in plan]
+    grid = set(range(layout.patches))
+    for place, step in plan.items():
+        kept = trace.kept[place.block]
+        assert kept.shape == (len(images), step.leaving)
+        for row in kept.tolist():
+            own = [place for place in row if place != -1]  # a fused token has no place
+            assert len(set(own)) == len(own) and set(own) <= grid and row == sorted(row)
+            assert len(row) - len(own) <= (list(plan).index(place) + 1 if config.method == "evit" else 0)
+        placed = kept >= 0
+        carried = trace.carrier[place.block].gather(1, kept.clamp(min=0))
+        assert torch.equal(carried[placed], kept[placed])  # each carries itself
+        dropped = trace.carrier[place.block] == -1
+        if config.method == "tome" or getattr(config, "merges", False):
+            assert not dropped.any()
+        elif getattr(config, "similar_how", "") != "merge":
+            assert torch.equal(dropped.sum(1), layout.patches - placed.sum(1))
+    blocks = [place.block for place in plan]
+    for early, late in zip(blocks, blocks[1:]):
+        for first, second in zip(trace.kept[early].tolist(), trace.kept[late].tolist()):
+            assert set(second) - {-1} <= set(first)
+    counted = torch.stack(trace.counts[:-1]).view(layout.depth, 2, len(images))
+    found = tntprune.macs(model)
+    assert counted[:, 0].tolist() == [[n] * len(images) for n in found.tokens]
+    assert counted[:, 1].tolist() == [[n] * len(images) for n in found.mlp_tokens]
+
+
+def test_an_image_does_not_depend_on_its_batch_or_on_the_global_generator(model, config):
+    images = photos_for(model, 5)
+    stirred(model, config)
+    torch.manual_seed(1)
+    whole = run(model, images)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    alone = torch.cat([run(model, images[i : i + 1]) for i in range(5)])
+    turned = run(model, images.flip(0)).flip(0)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.testing.assert_close(whole, alone, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(whole, turned, atol=1e-5, rtol=1e-4)
+
+
+def test_prefix_tokens_come_first_and_pass_untouched(model, config):
+    stirred(model, config)
+    method = reduction_of(model)
+    prefix = method.layout.prefix
+    seen = []
+
+    def spy(module, args, out):
+        tokens = args[0]
+        if config == CONFIGS["avit"] and args[1] == Place(len(model.blocks)):
+            return  # here the halting-weighted outputs take the place of all tokens
+        seen.append(torch.equal(tokens.x[:, :prefix], out.x[:, :prefix]) and out.x.shape[1] == out.count + prefix)
+
+    handle = method.register_forward_hook(spy)
+    run(model, photos_for(model))
+    handle.remove()
+    assert len(seen) >= len(model.blocks) and all(seen)
+
+
+def test_a_copy_is_independent_and_equal(model, config):
+    images = photos_for(model)
+    stirred(model, config)
+    twin = copy.deepcopy(model)
+    assert torch.equal(run(twin, images), run(model, images))
+    restore_(twin)
+    assert type(model) is not type(twin)
+    if not config.variable:  # else it says the most that is possible
+        assert tntprune.macs(model).macs < tntprune.macs(twin).macs
+
+
+@pytest.mark.parametrize("name", ["random", "tnt", "tnt-mlp", "tnt-merging", "topk", "dynamicvit", "avit-fixed"])
+@pytest.mark.parametrize("kind", ["plain", "registers", "distilled"])
+def test_kept_sets_are_nested(kind, name):
+    model = make(kind)
+    images = photos_for(model)
+    stirred(model, CONFIGS[name])
+    learned = reduction_of(model).state_dict()
+    smaller: list[set[int]] = [set()] * len(images)
+    for keep in (0.1, 0.3, 0.5, 0.8, 0.95):
+        reduce_(model, CONFIGS[name].changed(at=2, keep=keep))
+        inherit(reduction_of(model), learned)
+        with tntprune.record(model) as trace:
+            run(model, images)
+        now = [set(row) for row in trace.kept[2].tolist()]
+        assert all(a <= b for a, b in zip(smaller, now))
+        smaller = now
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_dynamic_image_sizes(name):
+    model = make("dynamic")
+    stirred(model, CONFIGS[name])
+    for height, width in ((32, 32), (24, 44), (48, 32)):
+        images = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
+        with tntprune.record(model) as trace:
+            logits = run(model, images)
+        assert logits.shape == (2, 7) and logits.isfinite().all()
+        plan = reduction_of(model).plan(height * width // 16)
+        if CONFIGS[name].method not in LOOSE:
+            assert {b: kept.shape[1] for b, kept in trace.kept.items()} == {p.block: s.leaving for p, s in plan.items()}
+        assert all(int(kept.max()) < height * width // 16 for kept in trace.kept.values())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_half_precision(name):
+    model = stirred(make("plain"), CONFIGS[name])
+    images = photos_for(model)
+    exact = run(model, images)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (run(model, images).float() - exact).abs().mean() < 0.1 * exact.abs().mean() + 0.05
+    assert run(model.to(torch.bfloat16), images.bfloat16()).isfinite().all()
+    late = stirred(make("plain").to(torch.bfloat16), CONFIGS[name])  # what learns stays in fp32
+    assert run(late, images.bfloat16()).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("plain", name) for name in dict.fromkeys((*SOME, *EACH))]
+    + [("distilled", name) for name in SOME]
+    + [(kind, name) for kind in ("no_cls", "map_pool") for name in SOME if name not in ("evit", "ats")],
+)
+def test_export_gives_what_eager_gives(kind, name):
+    model = stirred(make(kind), CONFIGS[name])
+    images = photos_for(model)
+    program = torch.export.export(model, (images,)).module()
+    with torch.inference_mode():
+        torch.testing.assert_close(program(images), run(model, images), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", dict.fromkeys((*SOME, *EACH)))
+def test_export_with_any_batch_size(name):
+    model = stirred(make("plain"), CONFIGS[name])
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(model, (photos_for(model, 3),), dynamic_shapes=({0: batch},)).module()
+    for count in (1, 5):
+        images = photos_for(model, count)
+        with torch.inference_mode():
+            torch.testing.assert_close(program(images), run(model, images), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", dict.fromkeys(("random", "tnt-several", *EACH)))
+def test_compiled_in_one_graph_gives_what_eager_gives(name):
+    torch._dynamo.reset()
+    model = stirred(make("plain"), CONFIGS[name])
+    images = photos_for(model)
+    expected = run(model, images)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(compiled, images), expected, atol=1e-5, rtol=1e-4)
+    if name != "tnt-several":  # recording compiles it anew
+        return
+    with tntprune.record(compiled) as trace:
+        run(compiled, images)
+    assert list(trace.kept) == [place.block for place in reduction_of(model).plan(64)]
+    torch.testing.assert_close(run(compiled, images), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, "tnt-several") for kind in BACKBONES] + [(kind, "tnt-merging-inside") for kind in ("plain", "eva02")],
+)
+def test_gradient_checkpointing_changes_nothing(kind, name):
+    model = stirred(make(kind), CONFIGS[name])
+    images = photos_for(model).requires_grad_()
+    (plain,) = torch.autograd.grad(model(images).square().sum(), images)
+    model.set_grad_checkpointing(True)
+    (again,) = torch.autograd.grad(model(images).square().sum(), images)
+    torch.testing.assert_close(plain, again)

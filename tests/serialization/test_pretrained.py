@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import timm
+import torch
+
+from conftest import make
+from tntprune import TNT, ToMe, load_, reduce_
+from tntprune.backbones.attach import is_reduced, reduction_of
+from tntprune.backbones.models import load_model
+from tntprune.cli.main import main
+from tntprune.errors import UsageError, UserError
+from tntprune.serialization.checkpoint import read
+from tntprune.serialization.fingerprint import identity
+from tntprune.serialization.pretrained import find_shipped, shipped
+from tntprune.system.storage import read_metadata
+
+MODEL = "vit_tiny_patch16_224"
+NAME = f"{MODEL}.augreg_in21k_ft_in1k"
+
+
+def refused(call, *words, kind=UserError):
+    with pytest.raises(kind) as caught:
+        call()
+    message = str(caught.value)
+    assert all(word in message for word in words) and "\n" not in message, message
+
+
+@pytest.fixture
+def likeness():
+    """A model that passes for the one there are scorers for: of its name, and of its norms."""
+    model = timm.create_model(MODEL).eval()
+    with torch.no_grad():
+        for name, norm in json.loads(read_metadata(shipped()[NAME])["model"])["norms"].items():
+            value = model.get_parameter(name)
+            value.mul_(norm / value.norm())
+    return model
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_a_shipped_file_is_small_and_says_what_it_is(name):
+    path = shipped()[name]
+    about = read_metadata(path)
+    assert path.parent.name == name and path.stat().st_size < 20_000
+    recorded, note = json.loads(about["model"]), json.loads(about["made_by"])
+    assert f"{recorded['architecture']}.{recorded['tag']}" == name and len(recorded["norms"]) == 4
+    assert note["command"].startswith("tntprune train ") and note["training"]["seed"] == 0
+    assert not any(f"/{root}/" in text for text in about.values() for root in ("home", "root", "work", "tmp", "Users"))
+    config = read(path)[0]
+    assert config.locations == (3,) and config.given == (0.5,)
+
+
+@pytest.mark.parametrize("load", [reduce_, load_])
+@torch.inference_mode()
+def test_the_word_is_enough(likeness, load):
+    images = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    assert load(likeness, "pretrained") is likeness
+    saved, tensors, _ = read(shipped()[NAME])
+    assert reduction_of(likeness).config == saved
+    assert all(torch.equal(v, tensors[n]) for n, v in reduction_of(likeness).state_dict().items())
+    first = likeness(images)
+    load(likeness, "pretrained", at=2, keep=0.25, similar=0)
+    assert reduction_of(likeness).config == saved.changed(at=2, keep=0.25, similar=0)
+    assert not torch.equal(likeness(images), first)
+    load(likeness, "pretrained", ToMe(at=6, r=10))
+    assert [part.method for part in reduction_of(likeness).config.parts] == ["tnt", "tome"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_and_another_head_are_recognised(likeness, dtype):
+    likeness.reset_classifier(7)
+    assert find_shipped(likeness.to(dtype)) == shipped()[NAME]
+
+
+def test_random_weights_are_refused_and_the_model_stays_as_it_is():
+    model = timm.create_model(MODEL)
+    refused(lambda: reduce_(model, "pretrained"), f"the pretrained weights of {NAME}", "has a norm of", "train")
+    assert not is_reduced(model)
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda: make("plain"), "this VisionTransformer"),
+        (lambda: timm.create_model(f"{MODEL}.augreg_in21k"), f"{MODEL}.augreg_in21k,"),
+        (lambda: timm.create_model("deit_tiny_patch16_224"), "deit_tiny_patch16_224.fb_in1k"),
+    ],
+)
+def test_a_model_without_any_is_told_which_ones_have_some(build, name):
+    model = build()
+    refused(lambda: reduce_(model, "pretrained"), name, f"only for {NAME}", "tntprune train")
+    assert not is_reduced(model)
+
+
+def test_what_was_learned_cannot_be_changed(likeness):
+    refused(lambda: reduce_(likeness, "pretrained", scorer="mlp"), "was trained with 'linear'", kind=UsageError)
+
+
+def test_options_of_a_config_go_into_it():
+    refused(lambda: reduce_(make("plain"), TNT(at=3), keep=0.5), "options go into the config", kind=UsageError)
+
+
+def test_the_command_line_knows_the_word(tmp_path, capsys):
+    weights = tmp_path / "w.pth"
+    torch.save(timm.create_model(MODEL).state_dict(), weights)
+    (tmp_path / "n01440764").mkdir()
+    arguments = ["--weights", str(weights), "--data", str(tmp_path), "--reducer", "pretrained"]
+    assert main(["eval", MODEL, *arguments]) == 1
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith("tntprune: pretrained: was made for the pretrained weights of")
+
+
+@pytest.mark.realdata
+@torch.inference_mode()
+def test_the_real_weights_are_recognised(data):
+    model = load_model(MODEL, data / f"{MODEL}.safetensors")
+    recorded = json.loads(read_metadata(find_shipped(model))["model"])
+    assert recorded == identity(model)
+    reduce_(model, "pretrained")
+    assert model(torch.zeros(1, 3, 224, 224)).isfinite().all()
