@@ -1,8 +1,8 @@
 """Results that must stay the same, bit for bit, while the code around them is moved: digests of every method on every
 kind of backbone, and of short trainings.
 
-Digests depend on the processor's vector instructions and on torch's version, so they are compared only where both are
-those of `frozen.json`. After a change that is meant to change results: `TNTPRUNE_FREEZE=1 pytest tests/test_frozen.py`.
+Digests depend on the processor's vector instructions and on torch's version, so they are compared only where `frozen.json`
+has both. After a change that is meant to change results: `TNTPRUNE_FREEZE=1 pytest tests/test_frozen.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tntprune.reduce import reduce_, restore_
 FILE = Path(__file__).with_name("frozen.json")
 FREEZE = bool(os.environ.get("TNTPRUNE_FREEZE"))
 MACHINE = f"torch {torch.__version__.split('+')[0]}, {torch.backends.cpu.get_cpu_capability()}"
-FROZEN = json.loads(FILE.read_text()) if FILE.is_file() else {"machine": MACHINE, "digests": {}}
+FROZEN = json.loads(FILE.read_text())  # digests by machine
+FORMER = {"merge_weights": "weights", "merge_gates": "fades", "norm_corrections": "lifts"}  # names when it was frozen
 LEARNING = {
     "tnt": TNT(at=2, keep=0.5),
     "tnt-several": TNT(at=(1, 2), keep=0.7, metric="mean", inside=True),
@@ -40,7 +41,7 @@ LEARNING = {
 KINDS = [*(f"timm {kind}" for kind in conftest.BACKBONES), *(f"hf {kind}" for kind in hf_models.KINDS)]
 
 pytestmark = pytest.mark.skipif(
-    not FREEZE and FROZEN["machine"] != MACHINE, reason=f"frozen with {FROZEN['machine']}, this is {MACHINE}"
+    not FREEZE and MACHINE not in FROZEN, reason=f"frozen with {' and '.join(FROZEN)}, this is {MACHINE}"
 )
 
 
@@ -56,13 +57,17 @@ def digest(*values):
     return found.hexdigest()[:16]
 
 
+def former(tensors):
+    """The same tensors under the names that they had when the digests were taken."""
+    return {".".join(FORMER.get(part, part) for part in name.split(".")): value for name, value in tensors.items()}
+
+
 def compare(found):
     if FREEZE:
-        FROZEN["digests"] |= found
-        FROZEN["machine"] = MACHINE
+        FROZEN.setdefault(MACHINE, {}).update(found)
         FILE.write_text(json.dumps(FROZEN, indent=0, sort_keys=True) + "\n")
         return
-    assert found == {name: FROZEN["digests"].get(name) for name in found}
+    assert found == {name: FROZEN[MACHINE].get(name) for name in found}
 
 
 def stir(model):
@@ -112,6 +117,6 @@ def test_weights_after_a_short_training(name):
     labels = torch.arange(32) % 7
     more = {"backbone_lr": 1e-4} if name == "evit" else {}
     tntprune.calibrate_(model, [(images[:16], labels[:16]), (images[16:], labels[16:])], epochs=3, **more)
-    learned = [value for pair in sorted(model.state_dict().items()) for value in pair]
+    learned = [value for pair in sorted(former(model.state_dict()).items()) for value in pair]
     flat = [value.flatten() if isinstance(value, torch.Tensor) else value for value in learned]
     compare({f"trained {name}": digest(*flat)})

@@ -49,7 +49,7 @@ def filled(tokens, grid):
         }
         for place in range(rows * columns) if at else ():
             y, x = divmod(place, columns)
-            position = -1 if tokens.source is None else int(tokens.source[image, place])
+            position = -1 if tokens.carrier is None else int(tokens.carrier[image, place])
             if position not in at.values():
                 near = min(sorted(at), key=lambda p: (p // columns - y) ** 2 + (p % columns - x) ** 2)
                 position = at[near]

@@ -22,13 +22,13 @@ from tntprune.training.trainer import Trainer, learning
 ALWAYS = 1 - 1e-9  # of the batches are rehearsed
 METHODS: dict[str, tuple[Any, ...]] = {
     "tnt": (TNT(at=3, beta=100.0, recipe="relative"),),
-    "tnt, faded": (TNT(at=3, rehearsal=0.0),),
-    "tnt, merging": (TNT(at=(3, 5), rehearsal=ALWAYS),),
+    "tnt, faded": (TNT(at=3, prune_prob=0.0),),
+    "tnt, merging": (TNT(at=(3, 5), prune_prob=ALWAYS),),
     "tnt, paper": (TNT(at=2, recipe="paper", noise_blocks=(2, 3), noise_at="all", scorer="mlp"),),
     "dynamicvit": (DynamicViT(at=(1, 3)),),
     "avit": (AViT(gate_center=6.0),),
     "tnt then tome": (TNT(at=2, beta=100.0, recipe="relative"), ToMe(at=3, r=4)),
-    "avit at, then tnt": (AViT(at=1), TNT(at=2, rehearsal=ALWAYS)),
+    "avit at, then tnt": (AViT(at=1), TNT(at=2, prune_prob=ALWAYS)),
     "topk then dynamicvit": (TopK(at=1), DynamicViT(at=2)),
 }
 HF = ("vit", "vit_classifier", "deit_teacher", "dinov2_classifier", "dinov2_backbone", "clip", "siglip_vision")
@@ -138,7 +138,7 @@ def test_a_pooling_that_was_changed_after_the_reduction_is_the_one_that_counts()
 @pytest.mark.parametrize(
     "config",
     [
-        TNT(at=2, noise_blocks=2, rehearsal=0.0), TNT(at=(2, 3), inside=True, metric="mean", rehearsal=ALWAYS),
+        TNT(at=2, noise_blocks=2, prune_prob=0.0), TNT(at=(2, 3), inside=True, metric="mean", prune_prob=ALWAYS),
         DynamicViT(at=2),
     ],
     ids=lambda config: config.method,
@@ -155,9 +155,9 @@ def test_checkpointed_blocks_give_the_same(config, amp):
     ("config", "shared", "teacher"),
     [
         (TNT(at=3, noise_blocks=3), 3, True),
-        (TNT(at=3, noise_blocks=(3, 4), noise_at="all", rehearsal=0.0), 3, True),
-        (TNT(at=(3, 4), rehearsal=ALWAYS), 3, True),
-        (TNT(at=3, noise_blocks=3, inside=True, metric="mean", rehearsal=ALWAYS), 2, True),
+        (TNT(at=3, noise_blocks=(3, 4), noise_at="all", prune_prob=0.0), 3, True),
+        (TNT(at=(3, 4), prune_prob=ALWAYS), 3, True),
+        (TNT(at=3, noise_blocks=3, inside=True, metric="mean", prune_prob=ALWAYS), 2, True),
         (TNT(at=3, noise_blocks=3, recipe="paper"), 3, False),  # cross-entropy asks no teacher
         (DynamicViT(at=(2, 4)), 2, True),
         (AViT(), 0, False),

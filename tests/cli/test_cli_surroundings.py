@@ -108,7 +108,7 @@ def test_a_number_out_of_its_range_is_refused_before_anything_is_read(call, comm
         ("--beta 1e38", "beta=1e+38"),
         ("--hidden 1000000000000 --scorer mlp", "hidden=1000000000000"),
         ("--order " + str(2**64), "order="),
-        ("--relevance inf", "relevance=inf"),
+        ("--relevance inf", "score_weight=inf"),
         ("--similar " + "9" * 400, "similar="),
     ],
 )

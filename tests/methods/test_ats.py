@@ -16,7 +16,7 @@ from tntprune.backbones.attach import reduction_of
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import ATS
 from tntprune.methods.ats import drawn, pad
-from tntprune.methods.schedule import Place
+from tntprune.methods.steps import Place
 from tntprune.ops.tokens import start
 from tntprune.reduce import reduce_
 
@@ -218,7 +218,7 @@ def test_tokens_that_were_merged_before_keep_their_size():
 def test_padding_has_no_place_no_size_and_carries_nothing():
     tokens = start(torch.zeros(1, 5, 3), 1, follow=True)
     padded = pad(tokens, torch.tensor([[True, False, True, True]]))
-    assert padded.index.tolist() == [[0, -1, 2, 3]] and padded.source.tolist() == [[0, -1, 2, 3]]
+    assert padded.index.tolist() == [[0, -1, 2, 3]] and padded.carrier.tolist() == [[0, -1, 2, 3]]
     assert padded.size.tolist() == [[1, 0, 1, 1]]
 
 

@@ -18,7 +18,7 @@ from tntprune.errors import UsageError, UserError
 from tntprune.methods import AViT, Random, from_dict, to_dict
 from tntprune.methods.avit import AdaptiveTokens
 from tntprune.methods.base import Layout
-from tntprune.methods.schedule import Place
+from tntprune.methods.steps import Place
 from tntprune.ops.tokens import Tokens, start
 from tntprune.reduce import reduce_
 from tntprune.training.config import Training
@@ -412,7 +412,7 @@ def test_padding_is_no_patch():
     tokens: Tokens = method(start(x, 1, follow=True), Place(1), method.plan(4))
     assert tokens.index.tolist() == [[0, 2, 3], [1, -1, -1]]
     assert tokens.size.tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert tokens.source.tolist() == [[0, -1, 1, 2], [-1, 0, -1, -1]]
+    assert tokens.carrier.tolist() == [[0, -1, 1, 2], [-1, 0, -1, -1]]
     bias = method.bias(tokens, 2)
     assert bias.shape == (2, 1, 1, 4)
     assert (bias[:, 0, 0] == 0).tolist() == [[True, True, True, True], [False, True, False, False]]

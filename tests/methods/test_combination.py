@@ -31,7 +31,8 @@ from tntprune import (
 )  # fmt: skip
 from tntprune.backbones.attach import reduction_of
 from tntprune.methods import Combination, from_dict, implementation, to_dict
-from tntprune.methods.schedule import Place, schedule
+from tntprune.methods.schedule import schedule
+from tntprune.methods.steps import Place
 from tntprune.ops.attention import Heads
 from tntprune.ops.tokens import start
 from tntprune.report.draw import kept_maps
@@ -140,7 +141,7 @@ def test_while_one_learns_the_others_stand_aside(learner, other):
 
 def test_after_training_all_of_them_act():
     images = photos_for(make("plain"), 6)
-    model = reduce_(make("plain"), TNT(at=2, rehearsal=0.0), ToMe(at=4, r=9))
+    model = reduce_(make("plain"), TNT(at=2, prune_prob=0.0), ToMe(at=4, r=9))
     with learning(model):
         assert model.tokens(images, None, False).count == 64
     assert model.tokens(images, None, False).count == 23

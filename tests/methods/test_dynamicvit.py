@@ -16,7 +16,8 @@ from reference import layer_norm
 from tntprune import DynamicViT, UsageError, UserError, load_, macs, record, reduce_, save
 from tntprune.backbones.attach import base_of, reduction_of
 from tntprune.methods.dynamicvit import Decisions
-from tntprune.methods.schedule import Place, schedule
+from tntprune.methods.schedule import schedule
+from tntprune.methods.steps import Place
 from tntprune.ops.attention import Heads
 from tntprune.ops.tokens import start
 from tntprune.training.calibrate import calibrate_

@@ -14,7 +14,8 @@ from conftest import make, photos_for
 from reference import first_half
 from tntprune import EViT, UsageError, record, reduce_
 from tntprune.backbones.attach import reduction_of
-from tntprune.methods.schedule import Place, schedule
+from tntprune.methods.schedule import schedule
+from tntprune.methods.steps import Place
 from tntprune.ops.tokens import start
 
 

@@ -17,7 +17,7 @@ from tntprune.errors import UsageError, UserError
 from tntprune.methods import EvoViT, Random, from_dict, to_dict
 from tntprune.methods.base import Layout
 from tntprune.methods.evovit import SlowFast
-from tntprune.methods.schedule import Place
+from tntprune.methods.steps import Place
 from tntprune.ops.attention import Heads
 from tntprune.ops.tokens import start
 from tntprune.reduce import reduce_
@@ -194,9 +194,9 @@ def test_nothing_is_lost_between_divisions(seed, prefix, stays, mix):
             assert tokens.count == expected.leaving
             placed = [[i for i in row if i >= 0] for row in tokens.index.tolist()]
             assert all(len(set(row)) == expected.ranked for row in placed)
-            assert (tokens.source >= 0).sum(1).tolist() == [expected.ranked] * 2
+            assert (tokens.carrier >= 0).sum(1).tolist() == [expected.ranked] * 2
     torch.testing.assert_close(tokens.x, x + added, atol=1e-5, rtol=1e-5)
-    assert torch.equal(tokens.index, torch.arange(8).expand(2, -1)) and torch.equal(tokens.source, tokens.index)
+    assert torch.equal(tokens.index, torch.arange(8).expand(2, -1)) and torch.equal(tokens.carrier, tokens.index)
 
 
 def test_attention_that_nothing_is_left_of_gives_no_nan():

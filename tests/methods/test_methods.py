@@ -14,7 +14,7 @@ from tntprune.backbones.attach import reduction_of
 from tntprune.backbones.base import find_backbone
 from tntprune.methods import METHODS, implementation
 from tntprune.methods.learned import inherit
-from tntprune.methods.schedule import Place
+from tntprune.methods.steps import Place
 from tntprune.reduce import reduce_, restore_
 
 

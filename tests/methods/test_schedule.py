@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from tntprune.errors import UsageError
 from tntprune.methods import TNT, Random
-from tntprune.methods.schedule import Place, Step, counts, schedule, truncated
+from tntprune.methods.schedule import schedule
+from tntprune.methods.steps import Place, Step, counts, truncated
 
 
 @given(n=st.integers(1, 5000), rate=st.floats(min_value=1e-6, max_value=1.0))

@@ -15,7 +15,7 @@ from reference import noisy, score, without_similar
 from tntprune.backbones.attach import reduction_of
 from tntprune.errors import UsageError
 from tntprune.methods import TNT
-from tntprune.methods.schedule import Place
+from tntprune.methods.steps import Place
 from tntprune.ops.similarity import remove_similar
 from tntprune.ops.tokens import order, start
 from tntprune.reduce import reduce_
@@ -106,7 +106,7 @@ def test_noise_is_added_after_the_noisy_blocks_only_and_nothing_is_dropped(kind,
 
 
 def test_one_noisy_block_is_drawn_for_each_pass():
-    model = reduce_(make("plain"), TNT(at=2, noise_blocks=(1, 2, 5), rehearsal=0.0))
+    model = reduce_(make("plain"), TNT(at=2, noise_blocks=(1, 2, 5), prune_prob=0.0))
     seen = [noisy_in_a_pass(model) for _ in range(40)]
     assert all(len(blocks) == 1 for blocks in seen)
     assert {blocks[0] for blocks in seen} == {1, 2, 5}

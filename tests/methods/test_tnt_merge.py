@@ -13,7 +13,7 @@ from conftest import SMALL, make, photos_for
 from reference import chosen, cosine, first_half, folded, score
 from tntprune import ATS, TNT, ToMe, UsageError, UserError, load_, macs, reduce_, save
 from tntprune.backbones.attach import reduction_of
-from tntprune.methods.schedule import Place
+from tntprune.methods.steps import Place
 from tntprune.ops.tokens import start
 from tntprune.training.calibrate import calibrate_
 from tntprune.training.config import Training
@@ -32,7 +32,9 @@ def stirred(config, kind="plain"):
     return model
 
 
-@pytest.mark.parametrize("options", [{}, {"scorer": "mlp", "hidden": 3}, {"relevance": 1.0, "crowding": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"scorer": "mlp", "hidden": 3}, {"score_weight": 1.0, "size_weight": 0.5}], ids=str
+)
 @pytest.mark.parametrize("metric", ["x", "mean"])
 @torch.inference_mode()
 def test_the_step_is_what_loops_say(metric, options):
@@ -48,11 +50,11 @@ def test_the_step_is_what_loops_say(metric, options):
         scores = torch.stack([score(method.scorers["2"], token, True) for token in x])
         scores = (scores - scores.mean()) / scores.std(correction=0)
         compared = x if metric == "x" else heads.key[b, :, 2:].mean(0)
-        stay, into = chosen(scores, compared, size[b], 11, method.config.relevance, method.config.crowding)
-        fade, kept = max(0.0, float(method.fades["2"])), list(into.items())
+        stay, into = chosen(scores, compared, size[b], 11, method.config.score_weight, method.config.size_weight)
+        fade, kept = max(0.0, float(method.merge_gates["2"])), list(into.items())
         share = {i: math.exp(fade * (cosine(compared[i], compared[j]) - 1)) for i, j in kept}
-        lift = max(0.0, float(method.lifts["2"]))
-        merged, sizes = folded(x, size[b], torch.exp(method.weights["2"] * scores), stay, into, share, lift)
+        lift = max(0.0, float(method.norm_corrections["2"]))
+        merged, sizes = folded(x, size[b], torch.exp(method.merge_weights["2"] * scores), stay, into, share, lift)
         assert out.index[b].tolist() == stay and out.size[b].tolist() == pytest.approx(sizes)
         torch.testing.assert_close(out.x[b, 2:], merged, atol=1e-5, rtol=1e-4)
 
@@ -79,7 +81,7 @@ def test_copies_that_are_merged_by_size_change_nothing(kind, metric):
     patches = patches.repeat(1, 1, 2, 2, 1, 1)
     images = patches.permute(0, 1, 2, 4, 3, 5).reshape(2, 3, 32, 32)
     before = model(images)
-    config = TNT(at=(1, 2), tokens=(40, 16), relevance=0.0, crowding=0.0, inside=metric == "mean", metric=metric)
+    config = TNT(at=(1, 2), tokens=(40, 16), score_weight=0.0, size_weight=0.0, inside=metric == "mean", metric=metric)
     method = reduction_of(reduce_(model, config))
     method.powers.fill_(1.0)
     assert macs(model).tokens[-1] == 16
@@ -105,26 +107,26 @@ def plans(method, count=400):
     return [method.plan(64) for _ in range(count)]
 
 
-def is_rehearsed(plan):
+def is_pruned(plan):
     return all(step.leaving < step.entering for step in plan.values())
 
 
-def test_a_share_of_the_batches_is_rehearsed():
+def test_a_share_of_the_batches_is_pruned():
     for share in (0.0, 0.4, 0.9):
-        method = reduction_of(reduce_(make("plain"), TNT(at=2, rehearsal=share))).train()
-        drawn = [is_rehearsed(plan) for plan in plans(method)]
+        method = reduction_of(reduce_(make("plain"), TNT(at=2, prune_prob=share))).train()
+        drawn = [is_pruned(plan) for plan in plans(method)]
         assert sum(drawn) / len(drawn) == pytest.approx(share, abs=0.07)
-    assert TNT(at=2).resolved.rehearsal == 0.4 and TNT(at=(2, 3)).resolved.rehearsal == 0.4
+    assert TNT(at=2).resolved.prune_prob == 0.4 and TNT(at=(2, 3)).resolved.prune_prob == 0.4
     for recipe in ("relative", "paper"):
-        assert TNT(at=(2, 3), recipe=recipe, how="merge").resolved.rehearsal == 0
+        assert TNT(at=(2, 3), recipe=recipe, how="merge").resolved.prune_prob == 0
     for config in (TNT(at=2, recipe="relative"), TNT(at=2, how="drop"), TNT(at=2, similar=3)):
         method = reduction_of(reduce_(make("plain"), config)).train()
-        assert not any(is_rehearsed(plan) for plan in plans(method, 50))
+        assert not any(is_pruned(plan) for plan in plans(method, 50))
 
 
-def test_one_location_is_rehearsed_at_every_block_with_a_scorer_and_to_many_counts():
+def test_one_location_is_pruned_at_every_block_with_a_scorer_and_to_many_counts():
     blocks = (1, 2, 3, 4, 5)
-    method = reduction_of(reduce_(make("plain"), TNT(at=2, rehearsal=ALWAYS, noise_blocks=blocks))).train()
+    method = reduction_of(reduce_(make("plain"), TNT(at=2, prune_prob=ALWAYS, noise_blocks=blocks))).train()
     drawn = [(place, step) for plan in plans(method) for place, step in plan.items()]
     assert len(drawn) == 400 and {place.block for place, _ in drawn} == set(blocks)
     left = [step.leaving for _, step in drawn]
@@ -132,7 +134,7 @@ def test_one_location_is_rehearsed_at_every_block_with_a_scorer_and_to_many_coun
 
 
 def test_several_locations_are_rehearsed_together_each_with_an_equal_share():
-    config = TNT(at=(1, 3, 6), tokens=(9, 9, 8), inside=True, rehearsal=ALWAYS)
+    config = TNT(at=(1, 3, 6), tokens=(9, 9, 8), inside=True, prune_prob=ALWAYS)
     method = reduction_of(reduce_(make("plain"), config)).train()
     for plan in plans(method, 50):
         steps = list(plan.values())
@@ -148,7 +150,7 @@ def test_several_locations_are_rehearsed_together_each_with_an_equal_share():
     "config", [TNT(at=(1, 3)), TNT(at=(1, 3), inside=True, metric="mean", proportional=False)], ids=["after", "inside"]
 )
 def test_rehearsal_reaches_all_that_is_learned_and_leaves_the_model_alone(kind, config):
-    model = stirred(config.changed(rehearsal=ALWAYS, noise_blocks=(1, 2, 3)), kind)
+    model = stirred(config.changed(prune_prob=ALWAYS, noise_blocks=(1, 2, 3)), kind)
     before = {name: value.clone() for name, value in model.state_dict().items() if "reduction." not in name}
     with learning(model):
         loss = Trainer(model, Training(amp="none", warmup=0.0), 4).step(1, [(photos_for(model), None)])
@@ -156,7 +158,7 @@ def test_rehearsal_reaches_all_that_is_learned_and_leaves_the_model_alone(kind, 
         method = reduction_of(model)
         for block in (1, 3):
             assert all(p.grad.abs().sum() > 0 for p in method.scorers[str(block)].parameters() if p.ndim > 1)
-            assert method.weights[str(block)].grad != 0
+            assert method.merge_weights[str(block)].grad != 0
         assert method.scorers["2"].layers[0].weight.grad is None  # nothing happened there
         if config.proportional:
             assert (method.powers.grad != 0).tolist() == [False, *[True] * 5]
@@ -197,7 +199,7 @@ def test_the_same_seed_draws_the_same_training():
 
 def test_behind_the_last_attention_nothing_reads_patches_so_that_there_is_no_noise():
     def noisy(kind, blocks):
-        config = TNT(at=blocks[-1], inside=True, noise_blocks=blocks, noise_at="all", rehearsal=0.0)
+        config = TNT(at=blocks[-1], inside=True, noise_blocks=blocks, noise_at="all", prune_prob=0.0)
         plan = reduction_of(reduce_(make(kind), config)).train().plan(64)
         return [place.block for place in plan if place.inside]
 
@@ -257,15 +259,15 @@ def test_blocks_that_cannot_be_opened_name_what_would_do(options, wanted):
     [
         ({"how": "fold"}, "how='fold'.*drop.*merge"),
         ({"metric": "keys"}, "metric='keys'"),
-        ({"relevance": -0.1}, "relevance=-0.1: expected a number, 0 or larger"),
-        ({"crowding": "much"}, "crowding=much: expected a number, 0 or larger"),
+        ({"score_weight": -0.1}, "score_weight=-0.1: expected a number, 0 or larger"),
+        ({"size_weight": "much"}, "size_weight=much: expected a number, 0 or larger"),
         ({"inside": 1}, "inside=1"),
         ({"proportional": "yes"}, "proportional="),
         ({"noise_scale": "images"}, "noise_scale='images'"),
-        ({"rehearsal": 1.0}, "rehearsal=1.0: expected a share from 0 to below 1"),
-        ({"rehearsal": True}, "rehearsal=True: expected a share"),
-        ({"rehearsal": 0.5, "recipe": "relative"}, "nothing is learned from dropping; expected 0, or how"),
-        ({"rehearsal": 0.5, "similar": 3}, "rehearsal=0.5: nothing is learned from dropping"),
+        ({"prune_prob": 1.0}, "prune_prob=1.0: expected a share from 0 to below 1"),
+        ({"prune_prob": True}, "prune_prob=True: expected a share"),
+        ({"prune_prob": 0.5, "recipe": "relative"}, "nothing is learned from dropping; expected 0, or how"),
+        ({"prune_prob": 0.5, "similar": 3}, "prune_prob=0.5: nothing is learned from dropping"),
         ({"similar": 3, "how": "merge"}, "similar=3: with how='merge' what is similar is merged already"),
         ({"at": 0, "metric": "mean"}, "at=0: no block has been seen; expected at=1 and up, or metric='x'"),
         ({"at": 1, "noise_blocks": (0, 1), "metric": "mean"}, "noise_blocks: 0 given; no block has been seen there"),

@@ -16,7 +16,7 @@ from conftest import SMALL, make, photos_for
 from tntprune import ToMe, UsageError, UserError, macs, record, reduce_
 from tntprune.backbones.attach import reduction_of
 from tntprune.methods import Combination, Random, implementation
-from tntprune.methods.schedule import Place, Step, Turn
+from tntprune.methods.steps import Place, Step, Turn
 from tntprune.ops.tokens import merge, start
 
 
@@ -173,7 +173,7 @@ def test_one_step_equals_the_loops(n, prefix, seed, data):
         assert found.index[b].tolist() == [t.place for t in image]
         assert found.size[b].tolist() == [len(t.patches) for t in image]
         for position, token in enumerate(image):
-            assert (found.source[b] == position).nonzero().flatten().tolist() == token.patches
+            assert (found.carrier[b] == position).nonzero().flatten().tolist() == token.patches
 
 
 @pytest.mark.parametrize(("prefix", "left"), [(0, [1]), (1, [0]), (2, [1]), (5, [0])])

@@ -16,7 +16,7 @@ from reference import first_half
 from tntprune.backbones.attach import reduction_of
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import ZeroTPrune
-from tntprune.methods.schedule import Place, Turn
+from tntprune.methods.steps import Place, Turn
 from tntprune.methods.zerotprune import over_heads, votes, without_similar
 from tntprune.ops.tokens import pick
 from tntprune.reduce import reduce_

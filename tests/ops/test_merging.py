@@ -82,11 +82,11 @@ def test_what_must_always_hold(n, seed, sized, data):
             alone = [place for place in range(count) if place not in target[b]]  # bit for bit what it was
             assert torch.equal(now.patches[b, alone], before.patches[b, stay[b, alone]])
             for patch in range(n):  # who carries a patch is known
-                was = before.source[b, patch]
+                was = before.carrier[b, patch]
                 if was in stay[b]:
-                    assert stay[b, now.source[b, patch]] == was
+                    assert stay[b, now.carrier[b, patch]] == was
                 else:
-                    assert now.source[b, patch] == target[b, go[b].tolist().index(was)]
+                    assert now.carrier[b, patch] == target[b, go[b].tolist().index(was)]
 
 
 def test_a_copy_of_a_more_relevant_token_goes_before_an_unlike_one_of_the_same_score():
@@ -140,7 +140,7 @@ def test_with_a_lift_of_one_a_mean_is_as_long_as_what_it_is_of():
     torch.testing.assert_close(F.normalize(long.x, dim=2), F.normalize(plain.x, dim=2))
     opposite = replace(tokens, x=torch.stack([tokens.x[0, 0], -tokens.x[0, 0]]).expand(2, -1, -1))
     one, other, first = torch.tensor([[0]] * 2), torch.tensor([[1]] * 2), torch.tensor([[0]] * 2)
-    opposite = replace(opposite, index=opposite.index[:, :2], source=None)
+    opposite = replace(opposite, index=opposite.index[:, :2], carrier=None)
     assert fold(opposite, one, other, first, torch.ones(2, 2), lift=torch.tensor(2.0)).x.norm(dim=2).max() < 1
     assert (long.x.norm(dim=2) >= plain.x.norm(dim=2)).all() and torch.equal(long.x[0, 1], tokens.x[0, 0])
 
@@ -149,7 +149,7 @@ def test_an_image_does_not_depend_on_its_batch():
     tokens, score, weight = case(17, 3, batch=5, prefix=1)
 
     def done(some):
-        part = replace(tokens, x=tokens.x[some], index=tokens.index[some], size=tokens.size[some], source=None)
+        part = replace(tokens, x=tokens.x[some], index=tokens.index[some], size=tokens.size[some], carrier=None)
         found = choose(score[some], part.patches, part.size, 6, 0.1, 0.03)
         return found, fold(part, *found[:3], weight[some])
 
@@ -205,5 +205,5 @@ def test_half_precision_around_it_changes_neither_the_choice_nor_the_tokens():
 def test_what_was_not_followed_is_not_followed():
     tokens, score, weight = case(6, 0)
     found = choose(score, tokens.patches, tokens.size, 2, 0.1, 0.03)
-    assert fold(replace(tokens, source=None), *found[:3], weight).source is None
+    assert fold(replace(tokens, carrier=None), *found[:3], weight).carrier is None
     assert take(tokens, found[0]).count == 2

@@ -31,7 +31,7 @@ def test_take_twice_composes_to_the_grid_and_leaves_the_prefix(n, prefix, seed, 
             assert len(places.unique()) == k and 0 <= places.min() and places.max() < n
             assert torch.equal(now.patches[b], tokens.patches[b, places])
             for patch in range(n):
-                where = now.source[b, patch].item()
+                where = now.carrier[b, patch].item()
                 assert (where == -1) if patch not in places else places[where] == patch
 
 
@@ -61,7 +61,7 @@ def test_merging_conserves_size_and_the_weighted_sum(n, prefix, seed, data):
         total = (now.patches * now.size[:, :, None]).sum(1)
         assert torch.allclose(total, tokens.patches.sum(1), atol=1e-4)
         assert torch.equal(now.x[:, :prefix], tokens.x[:, :prefix])
-        counted = torch.stack([(now.source == position).sum(1) for position in range(now.count)], 1)
+        counted = torch.stack([(now.carrier == position).sum(1) for position in range(now.count)], 1)
         assert torch.equal(counted.float(), now.size)  # who carries a patch is known
 
 
@@ -94,4 +94,4 @@ def test_the_global_generator_is_left_alone():
 def test_nothing_is_followed_unless_asked_for():
     tokens = tokens_of(2, 6, 1, follow=False)
     kept = take(tokens, torch.tensor([[0, 3], [5, 1]]))
-    assert kept.source is None and kept.size is None
+    assert kept.carrier is None and kept.size is None

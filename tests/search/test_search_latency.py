@@ -15,7 +15,7 @@ from tntprune import ATS, TNT, EViT, EvoViT, Random, ToMe, TopK, UsageError, Use
 from tntprune.backbones.attach import base_of
 from tntprune.methods import Combination, Config
 from tntprune.methods.base import Method
-from tntprune.methods.schedule import Place, Step
+from tntprune.methods.steps import Place, Step
 from tntprune.search import LatencyCurve, latency, measure_latency
 from tntprune.search.costs import Line, Part, StepCost, kind, timed_options
 from tntprune.search.steps import fit, settle

@@ -26,7 +26,7 @@ from tntprune import (
 )  # fmt: skip
 from tntprune.backbones.attach import base_of, reduction_of
 from tntprune.data.batches import TensorSource
-from tntprune.methods.schedule import Place
+from tntprune.methods.steps import Place
 from tntprune.serialization.checkpoint import FILE, WEIGHTS
 from tntprune.system.storage import read_weights
 from tntprune.training.calibrate import calibrate_, fit
@@ -40,7 +40,7 @@ ONE = {"epochs": 1, "batch_size": 12, "warmup": 0.0, "progress": False, "amp": "
 
 LEARNERS = {
     "tnt": TNT(at=2, noise_blocks=(2, 4), noise_at="all", recipe="relative"),
-    "tnt-merging": TNT(at=(2, 4), noise_blocks=(2, 4), rehearsal=1 - 1e-9),
+    "tnt-merging": TNT(at=(2, 4), noise_blocks=(2, 4), prune_prob=1 - 1e-9),
     "tnt-mlp": TNT(at=2, noise_blocks=2, scorer="mlp", recipe="paper"),
     "dynamicvit": DynamicViT(at=(2, 4)),
     "avit": AViT(gate_center=6.0),

@@ -16,7 +16,7 @@ from torch import nn
 from tntprune.backbones.attach import is_reduced, reduction_of
 from tntprune.backbones.base import Costs, find_backbone, tower_of
 from tntprune.errors import UserError
-from tntprune.methods.schedule import Counts, counts
+from tntprune.methods.steps import Counts, counts
 from tntprune.system.units import unit_of
 
 
@@ -78,7 +78,7 @@ def macs(model: nn.Module, img_size: tuple[int, int] | None = None) -> Macs:
     whole = counts((), layout.patches, layout.depth)
     base = sum(block_macs(costs, whole, layout.prefix)) + costs.embed + head_macs(costs, layout.patches, layout.prefix)
     method = reduction_of(model) if is_reduced(model) else None
-    steps = () if method is None else tuple(method.steps(layout.patches).values())
+    steps = () if method is None else method.steps(layout.patches)
     left = counts(steps, layout.patches, layout.depth)
     per_block = block_macs(costs, left, layout.prefix)
     own: dict[int, int] = {}
@@ -105,7 +105,7 @@ def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:
     """
     backbone, method = find_backbone(model), reduction_of(model)
     layout, costs = backbone.layout(model), backbone.costs(model)
-    steps = method.steps(layout.patches).values()
+    steps = method.steps(layout.patches)
     found = []
     for image in torch.stack(counts, 1).tolist():  # patch tokens before each half of each block, then at the end
         left = Counts(image[:-1:2], image[1:-1:2], image[-1])

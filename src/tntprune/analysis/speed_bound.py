@@ -11,9 +11,9 @@ from torch import nn
 from tntprune.backbones.attach import reduction_of, twin_of
 from tntprune.backbones.base import tower_of
 from tntprune.methods import Random
-from tntprune.methods.base import Method, Plan
+from tntprune.methods.base import Method
 from tntprune.methods.random import RandomDrop
-from tntprune.methods.schedule import Place, Step
+from tntprune.methods.steps import Step
 from tntprune.ops.attention import Heads
 from tntprune.ops.tokens import Tokens
 
@@ -24,30 +24,32 @@ class Beside(Method):
     """As many tokens at the same places as another method leaves, where its number is the same in every image."""
 
     def __init__(self, other: Method) -> None:
-        self._schedule = other._schedule  # type: ignore[method-assign]  # before it is asked for
+        self.scheduled = other.scheduled  # type: ignore[method-assign]  # before it is asked for
         super().__init__(other.config, other.layout)
         self.calibrated = True  # it has nothing to learn
 
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         return None
 
-    def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:
-        step = plan.get(place)
-        if step is None or step.leaving >= tokens.count:  # Evo-ViT brings tokens back at its last place
-            return tokens
-        return self.reduce(tokens, step, heads)
+    def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
+        """Leave as many tokens; Evo-ViT brings tokens back at its last place, which is left out."""
+        return tokens if step.leaving >= tokens.count else self.cut(tokens, step)
+
+    def cut(self, tokens: Tokens, step: Step) -> Tokens:
+        """Leave `step.leaving` patch tokens."""
+        raise NotImplementedError
 
 
 class Slicing(Beside):
     """The oracle: the first tokens, cut off without scoring or gathering. No method can be faster."""
 
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
-        last, source = tokens.prefix + step.leaving, tokens.source
+    def cut(self, tokens: Tokens, step: Step) -> Tokens:
+        last, source = tokens.prefix + step.leaving, tokens.carrier
         return replace(
             tokens,
             x=tokens.x[:, :last].contiguous(),  # (B, prefix + leaving, D)
             index=tokens.index[:, : step.leaving],
-            source=None if source is None else torch.where(source < step.leaving, source, -1),
+            carrier=None if source is None else torch.where(source < step.leaving, source, -1),
         )
 
 
@@ -58,8 +60,8 @@ class Scattered(Beside):
         super().__init__(other)
         self.drop = RandomDrop(Random(at=0), other.layout)  # a place that every model has
 
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
-        return self.drop.reduce(tokens, step, heads)
+    def cut(self, tokens: Tokens, step: Step) -> Tokens:
+        return self.drop(tokens, step)  # type: ignore[no-any-return]
 
 
 def beside(model: Model, kind: type[Beside]) -> Model:

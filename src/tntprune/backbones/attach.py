@@ -21,7 +21,7 @@ from tntprune.backbones.swapping import (
     swap_back,
 )
 from tntprune.errors import UsageError, UserError
-from tntprune.methods import Combination, Config, implementation
+from tntprune.methods import Combination, Config, implementation, obstacle_to
 from tntprune.methods.base import Method
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -50,7 +50,7 @@ def attach(model: Model, config: Config, *more: Config) -> Model:
     layout, tower = backbone.layout(model), backbone.tower(model)
     given = [part for one in (config, *more) for part in getattr(one, "parts", [one])]
     for part in given:
-        if reason := implementation(type(part)).obstacle(layout, part):
+        if reason := obstacle_to(type(part), layout, part):
             raise UserError(f"{part.method} cannot be applied here: {reason}")
     if reason := obstacle_in(model, backbone):
         raise UserError(f"this {type(model).__name__} cannot be reduced: {reason}")
@@ -59,6 +59,7 @@ def attach(model: Model, config: Config, *more: Config) -> Model:
     kind = implementation(type(config))
     with torch.inference_mode(False):  # or its parameters could never be trained
         method = kind(config, layout).train(tower.training)
+        method.settle()
         tower.reduction = method.to(running_device(tower))
     swap(model, backbone)
     return model

@@ -16,8 +16,8 @@ from tntprune.backbones.base import holder_names
 from tntprune.backbones.blocks import Inside, OpenBlock
 from tntprune.backbones.trace import Trace
 from tntprune.errors import UserError, UserNote
-from tntprune.methods.base import Method, Plan
-from tntprune.methods.schedule import Place
+from tntprune.methods.base import Method
+from tntprune.methods.steps import IDLE, BlockPlan, Plan
 from tntprune.ops.attention import Heads
 from tntprune.ops.tokens import Tokens, start
 
@@ -66,32 +66,34 @@ class Acting(Inside):
         tokens: The tokens that enter the block.
         reduction: The reduction.
         number: The block's number, from 1.
-        plan: What the reduction does in this pass.
+        plan: What the reduction does at this block.
         bias: See `Inside`.
-        whole_map: Whether the reduction works on the whole attention map.
         trace: Where the tokens are counted that enter the MLP, or None.
     """
 
     def __init__(
-        self, tokens: Tokens, reduction: Method, number: int, plan: Plan, bias: torch.Tensor | None,
-        whole_map: bool, trace: Trace | None = None,
+        self, tokens: Tokens, reduction: Method, number: int, plan: BlockPlan, bias: torch.Tensor | None,
+        trace: Trace | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(tokens, bias)
-        self.reduction, self.number, self.plan, self.whole_map, self.trace = reduction, number, plan, whole_map, trace
+        self.tokens, self.bias, self.queries, self.heads = tokens, bias, None, None
+        self.reduction, self.number, self.plan, self.trace = reduction, number, plan, trace
 
     def attend(self, heads: Heads) -> torch.Tensor:
         assert self.tokens is not None
-        if self.whole_map:
+        if self.plan.sees == "map":
             heads = replace(heads, attention=heads.map())
         self.heads = heads
         return self.reduction.attend(heads, self.tokens)
 
     def between(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = replace(self.tokens, x=x)  # type: ignore[type-var]
-        self.tokens = self.reduction(tokens, Place(self.number, inside=True), self.plan, self.heads)
+        assert self.tokens is not None
+        tokens = replace(self.tokens, x=x, block=self.number)
+        if self.plan.inside is not None:
+            tokens = self.reduction(tokens, self.plan.inside, self.heads)
         if self.trace is not None:
-            self.trace.count(self.tokens)
-        return self.tokens.x
+            self.trace.count(tokens)
+        self.tokens = tokens
+        return tokens.x
 
 
 class Reduced:
@@ -204,20 +206,21 @@ class Reduced:
             visit: Called with the number of each block, 0 for the embedding, and the tokens that leave it, without
                 those that are dropped after it.
             made: Called likewise, and before `visit`, with the tokens that it computed, before any is dropped after it.
-            follow: Keep `Tokens.source`; done anyway for a visitor or a trace.
+            follow: Keep `Tokens.carrier`; done anyway for a visitor or a trace.
             last: The last block to run; None for all.
             **options: For `embed`.
         """
-        if self.trace is not None:
-            self.trace.begin()
+        trace = self.trace
+        if trace is not None:
+            trace.begin()
         if not torch.compiler.is_compiling():  # a graph has no warnings in it
             self.warn()
-        follow = follow or any(watcher is not None for watcher in (self.trace, visit, made))
+        follow = follow or not (trace is None and visit is None and made is None)
         tokens, everywhere = self.enter(images, follow, **options)
         tokens = self.onward(tokens, everywhere, self.reduction.plan(tokens.count), 0, last, visit, made)
-        if self.trace is not None:
-            self.trace.count(tokens)
-            self.trace.ended = True
+        if trace is not None:
+            trace.count(tokens)
+            trace.ended = True
         return tokens
 
     def final_tokens(self, images: torch.Tensor, visit: Visit | None = None, **options: Any) -> Tokens:
@@ -258,89 +261,70 @@ class Reduced:
         last: int | None = None,
         visit: Visit | None = None,
         made: Visit | None = None,
-        narrow: bool = False,
     ) -> Tokens:
         """From the tokens that leave one block to those that leave another.
 
         Args:
             tokens: That leave block `first`, all of them still there.
             everywhere: What `enter` gave with them.
-            plan: What the reduction does on the way, beginning after block `first`; None: nothing, and nobody looks.
+            plan: What the reduction does at each block, beginning after block `first`; None: nothing.
             first: 0 is the embedding.
             last: None is the last one.
             visit: See `walk`.
             made: See `walk`.
-            narrow: Let only the prefix tokens leave the last block, where nothing is done there.
         """
-        last = len(self.blocks) if last is None else last
-        before, places = tokens, everywhere
-        for number in range(first, last + 1):
-            fresh = tokens
+        return self.advance(tokens, everywhere, plan, first, last, visit, made)[0]
+
+    def advance(
+        self, tokens: Tokens, everywhere: Any, plan: Plan | None, first: int, last: int | None,
+        visit: Visit | None = None, made: Visit | None = None,
+    ) -> tuple[Tokens, Any]:  # fmt: skip
+        """Do `onward`, and also return what the next block needs to know of the tokens' places."""
+        depth, trace, places = len(self.blocks), None if plan is None else self.trace, everywhere
+        checkpoints = self.grad_checkpointing and torch.is_grad_enabled()
+        for number in range(first, (depth if last is None else last) + 1):
+            index, block = tokens.index, IDLE if plan is None else plan[number]
             if number == first:
-                tokens = tokens if plan is None else self.reduction(tokens, Place(first), plan)
-            elif narrow and number == len(self.blocks) and (plan is None or self.reduction.rests(plan, number)):
-                tokens = fresh = self.narrowed(tokens, number, places)
-            elif plan is None:
-                tokens = fresh = replace(tokens, x=self.run(number, tokens.x, places))
-            elif self.grad_checkpointing and torch.is_grad_enabled() and tokens.x.requires_grad:
-                fresh, tokens = checkpoint(self.run_block, tokens, number, plan, places, use_reentrant=False)
+                fresh, tokens = tokens, self.leave(tokens, block, None)
+            elif checkpoints and plan is not None and tokens.x.requires_grad:
+                fresh, tokens = checkpoint(self.run_block, tokens, number, block, places, trace, use_reentrant=False)
             else:
-                fresh, tokens = self.run_block(tokens, number, plan, places)
-            if tokens.index is not before.index:
-                if self.trace is not None:
-                    self.trace.add(number, tokens)
-                if everywhere is not None and number < len(self.blocks):
+                fresh, tokens = self.run_block(tokens, number, block, places, trace)
+            if tokens.index is not index:
+                if trace is not None:
+                    trace.add(number, tokens)
+                if everywhere is not None and number < depth:
                     places = self.placed(everywhere, tokens.index)
             if made is not None:
                 made(number, fresh)
             if visit is not None:
                 visit(number, tokens)
-            before = tokens
-        return tokens
+        return tokens, places
 
-    def narrowed(self, tokens: Tokens, number: int, places: Any) -> Tokens:
-        """Run a block for the prefix tokens alone, which see all the others: (B, prefix + n, D) to (B, prefix, D)."""
-        inside = Inside(bias=self.reduction.bias(tokens, number), queries=tokens.prefix)
-        return replace(tokens, x=self.run(number, tokens.x, places, inside))
-
-    def twice(self, images: torch.Tensor, whole: bool, narrow: bool) -> tuple[Tokens | None, Tokens]:
-        """The last tokens of the unpruned model, without gradients, and of the reduced one.
-
-        The blocks before the first at which anything is done are run once for both. Gradients reach the reduction and
-        what comes after it, so this is for models that are frozen.
-
-        Args:
-            images: (B, C, H, W).
-            whole: Whether anyone asks for the unpruned model's; else None is given.
-            narrow: Whether prefix tokens are all that anyone asks for.
-        """
-        if self.trace is not None:  # somebody wants to see a whole pass
-            with torch.no_grad():
-                teacher = self.onward(*self.enter(images), None, narrow=narrow) if whole else None
-            return teacher, self.walk(images)
-        with torch.no_grad():
-            tokens, everywhere = self.enter(images)
-            plan = self.reduction.plan(tokens.count)
-            first = self.reduction.begins(plan)
-            tokens = self.onward(tokens, everywhere, None, 0, first)
-            teacher = self.onward(tokens, everywhere, None, first, narrow=narrow) if whole else None
-        return teacher, self.onward(tokens, everywhere, plan, first, narrow=narrow)
-
-    def run_block(self, tokens: Tokens, number: int, plan: Plan, places: Any) -> tuple[Tokens, Tokens]:
+    def run_block(
+        self, tokens: Tokens, number: int, plan: BlockPlan, places: Any, trace: Trace | None = None
+    ) -> tuple[Tokens, Tokens]:
         """Run one block and do what is to be done to the tokens in it and after it.
 
         Returns:
-            The tokens that the block computed, and what is left of them after it.
+            The tokens that the block computed, and those that are left after it.
         """
-        reduction = self.reduction
-        sees, bias = reduction.sees(number, plan), reduction.bias(tokens, number)
-        if self.trace is not None:
-            self.trace.count(tokens)
-        if not sees and bias is None and Place(number, inside=True) not in plan:
-            out = replace(tokens, x=self.run(number, tokens.x, places))
-            if self.trace is not None:
-                self.trace.count(tokens)
-            return out, reduction(out, Place(number), plan)
-        inside = Acting(tokens, reduction, number, plan, bias, sees == "map", self.trace)
-        out = inside.left(self.run(number, tokens.x, places, inside))
-        return out, reduction(out, Place(number), plan, inside.heads)
+        if trace is not None:
+            trace.count(tokens)
+        bias = self.reduction.bias(tokens, number) if plan.biased else None
+        if plan.sees or plan.inside is not None or bias is not None:
+            inside = Acting(tokens, self.reduction, number, plan, bias, trace)
+            x = self.run(number, tokens.x, places, inside)
+            assert inside.tokens is not None
+            out = replace(inside.tokens, x=x)
+            return out, self.leave(out, plan, inside.heads)
+        out = replace(tokens, x=self.run(number, tokens.x, places), block=number)
+        if trace is not None:
+            trace.count(out)
+        return out, self.leave(out, plan, None)
+
+    def leave(self, tokens: Tokens, plan: BlockPlan, heads: Heads | None) -> Tokens:
+        """Do what is to be done to the tokens that leave a block."""
+        for member in plan.watchers:
+            tokens = self.reduction.member(member).watch(tokens, heads)
+        return tokens if plan.after is None else self.reduction(tokens, plan.after, heads)

@@ -46,6 +46,6 @@ class Trace:
     def add(self, block: int, tokens: Tokens) -> None:
         """Note the tokens that are left after a block."""
         self.kept[block] = tokens.index.detach().sort(1).values
-        if tokens.source is not None:
-            place = tokens.index.gather(1, tokens.source.clamp(min=0))
-            self.carrier[block] = torch.where(tokens.source >= 0, place, -1)
+        if tokens.carrier is not None:
+            place = tokens.index.gather(1, tokens.carrier.clamp(min=0))
+            self.carrier[block] = torch.where(tokens.carrier >= 0, place, -1)

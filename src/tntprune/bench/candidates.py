@@ -57,7 +57,7 @@ def candidates(model: nn.Module, configs: Sequence[Config], reduced: Sequence[nn
         method = reduction_of(one)
         method.warned = True  # its time does not depend on what it has learned
         steps = method.steps(method.layout.patches)
-        key = tuple((step.place, step.leaving) for step in steps.values())
+        key = tuple((step.place, step.leaving) for step in steps)
         known = key in oracles or not steps
         oracle = oracles.setdefault(key, len(found) + 1) if steps else None
         found.append(replace(_candidate(method.config.method, one), oracle=oracle))

@@ -15,11 +15,11 @@ def info(model: Model, img_size: ImgSize = None, json: Json = False) -> int:
     from tntprune.analysis.macs import macs as count
     from tntprune.backbones.base import find_backbone
     from tntprune.backbones.models import shape_of
-    from tntprune.methods import implementation
+    from tntprune.methods import obstacle_to
 
     built = shape_of(model, img_size)
     layout = find_backbone(built).layout(built)
-    obstacles = {name: implementation(config).obstacle(layout) for name, config in all_methods().items()}
+    obstacles = {name: obstacle_to(config, layout) for name, config in all_methods().items()}
     parameters = sum(p.numel() for p in built.parameters())
     data: dict[str, Any] = {
         "model": model, "family": layout.family, "parameters": parameters, "blocks": layout.depth,

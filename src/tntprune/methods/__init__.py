@@ -10,7 +10,7 @@ from tntprune.methods.dynamicvit import DynamicSparsification, DynamicViT
 from tntprune.methods.evit import EViT, ExpediteViT
 from tntprune.methods.evovit import EvoViT, SlowFast
 from tntprune.methods.random import Random, RandomDrop
-from tntprune.methods.registry import METHODS, all_methods, find_method, implementation, register_method
+from tntprune.methods.registry import METHODS, all_methods, find_method, implementation, obstacle_to, register_method
 from tntprune.methods.saved import from_dict, to_dict
 from tntprune.methods.tnt.config import RECIPES, TNT
 from tntprune.methods.tnt.method import TrainingNoise
@@ -21,7 +21,7 @@ from tntprune.methods.zerotprune import ZeroTokenPruning, ZeroTPrune
 __all__ = [
     "ATS", "METHODS", "RECIPES", "TNT", "AViT", "Combination", "Config", "DynamicViT", "EViT", "EvoViT", "Random",
     "ToMe", "TopK", "ZeroTPrune", "all_methods", "check_options", "choices", "find_method", "from_dict",
-    "implementation", "options", "register_method", "to_dict",
+    "implementation", "obstacle_to", "options", "register_method", "to_dict",
 ]  # fmt: skip
 
 register_method(TNT, TrainingNoise)  # in the order in which methods are listed

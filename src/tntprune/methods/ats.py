@@ -13,7 +13,7 @@ import torch
 
 from tntprune.methods.base import Method
 from tntprune.methods.config import Config, option
-from tntprune.methods.schedule import Step, Turn
+from tntprune.methods.steps import Step, Turn
 from tntprune.ops.attention import Heads
 from tntprune.ops.tokens import NOWHERE, Tokens, ranking, take
 
@@ -106,12 +106,12 @@ def drawn(score: torch.Tensor, there: torch.Tensor, draws: int) -> torch.Tensor:
 
 def pad(tokens: Tokens, there: torch.Tensor) -> Tokens:
     """Turn the patch tokens that are not `there`, (B, n), into padding; the others keep the size they have."""
-    size, source = there.float(), tokens.source
+    size, source = there.float(), tokens.carrier
     if tokens.size is not None:
         size = size * tokens.size
     if source is not None:
         source = torch.where((source >= 0) & there.gather(1, source.clamp(min=0)), source, -1)
-    return replace(tokens, index=torch.where(there, tokens.index, NOWHERE), size=size, source=source)
+    return replace(tokens, index=torch.where(there, tokens.index, NOWHERE), size=size, carrier=source)
 
 
 class AdaptiveTokenSampling(Method):
@@ -121,7 +121,7 @@ class AdaptiveTokenSampling(Method):
     needs_cls = True
     config: ATS
 
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+    def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
         assert heads is not None
         there = torch.ones_like(tokens.index, dtype=torch.bool) if tokens.size is None else tokens.size > 0
         chosen = drawn(significance(heads, tokens.prefix).detach(), there, step.ranked)  # (B, n)

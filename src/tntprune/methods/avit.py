@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tntprune.methods.base import WITHOUT_ATTENTION, Layout, Method, Plan
+from tntprune.methods.base import Layout, Method
 from tntprune.methods.checks import check, is_number
 from tntprune.methods.config import Config, option
-from tntprune.methods.schedule import Place, Step, Turn
+from tntprune.methods.steps import Place, Plan, Step, Turn
 from tntprune.ops.attention import Heads, log_size
 from tntprune.ops.tokens import NOWHERE, Tokens, ranking, take, written_as_onnx
 
@@ -123,8 +123,8 @@ class AdaptiveTokens(Method):
         self.scale = nn.Parameter(torch.full((1,), float(config.gate_scale)))
         self.center = nn.Parameter(torch.full((1,), float(config.gate_center)))
 
-    def score(self, x: torch.Tensor) -> torch.Tensor:
-        """Halting scores, (B, n, D) to (B, n) in fp32."""
+    def halting(self, x: torch.Tensor) -> torch.Tensor:
+        """Return halting scores, (B, n, D) to (B, n) in fp32."""
         logits = self.scale.float() * x[:, :, 0].float() - self.center.float()
         if written_as_onnx():  # onnxruntime's own sigmoid takes all below -18 for -18, and tokens are ranked there
             return 1 / (1 + (-logits).exp())
@@ -140,28 +140,29 @@ class AdaptiveTokens(Method):
             return None
         return log_size(self.goes_on(state.total).float(), 0, power=0)
 
-    def rests(self, plan: Plan, block: int) -> bool:
-        return False  # every block's tokens have a share in what is halted
-
-    def begins(self, plan: Plan) -> int:
-        return 0
-
-    def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:
+    def planned(self, steps: Sequence[Step]) -> Plan:
+        """Return a plan in which, where a fixed number goes, all blocks up to the last step are watched."""
+        plan = super().planned(steps)
         if self.config.at is None:
-            return super().forward(tokens, place, plan, heads)
-        if place.block == 0 or place.block > max(plan, default=Place(0)).block:
-            return tokens  # no token goes from here on
-        total = self.score(tokens.patches)  # (B, n)
-        total = total if tokens.state is None else total + tokens.state
-        if place not in plan:
-            return replace(tokens, state=total)
-        keep = ranking(total)[:, : plan[place].leaving]
-        return replace(take(tokens, keep), state=total.gather(1, keep))
+            return plan
+        last = max((step.place.block for step in steps), default=0)
+        return tuple(b._replace(watchers=(0,)) if 0 < n <= last else b for n, b in enumerate(plan))
 
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+    def watch(self, tokens: Tokens, heads: Heads | None) -> Tokens:
+        total = self.halting(tokens.patches)  # (B, n)
+        return replace(tokens, state=total if tokens.state is None else total + tokens.state)
+
+    def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
+        if self.config.at is None:
+            return self.halt(tokens, step)
+        keep = ranking(tokens.state)[:, : step.leaving]
+        return replace(take(tokens, keep), state=tokens.state.gather(1, keep))
+
+    def halt(self, tokens: Tokens, step: Step) -> Tokens:
+        """Take out the tokens whose halting scores add up to 1."""
         last = step.place.block == self.layout.depth
         state = self.begin(tokens) if tokens.state is None else tokens.state
-        score = self.score(tokens.x)  # (B, prefix + n)
+        score = self.halting(tokens.x)  # (B, prefix + n)
         score = torch.ones_like(score) if last else score
         goes_on, remainder = self.goes_on(state.total), 1 - state.total
         total = torch.where(goes_on, state.total + score, state.total)
@@ -194,11 +195,11 @@ class AdaptiveTokens(Method):
     def shrink(self, tokens: Tokens, state: Halting) -> Tokens:
         """Take out the patch tokens that have halted; images of which less are left than of others get padding."""
         goes_on = self.goes_on(state.total)  # (B, prefix + n)
-        stays, source = goes_on[:, tokens.prefix :], tokens.source
+        stays, source = goes_on[:, tokens.prefix :], tokens.carrier
         if source is not None:
             source = torch.where(stays.gather(1, source.clamp(min=0)), source, -1)
         index = torch.where(stays, tokens.index, NOWHERE)
-        tokens = replace(tokens, index=index, size=stays.float(), source=source, state=state)
+        tokens = replace(tokens, index=index, size=stays.float(), carrier=source, state=state)
         if torch.compiler.is_compiling() or not len(stays):
             return tokens  # a graph has one length for all images
         most, least = torch.stack([stays.sum(1).max(), goes_on.sum(1).min()]).tolist()  # the one wait for the device
@@ -216,8 +217,8 @@ class AdaptiveTokens(Method):
         if self.layout.pool == "token":
             return replace(tokens, x=torch.cat([output, tokens.patches], 1), state=state)
         index = torch.arange(output.shape[1] - tokens.prefix, device=output.device).expand(output.shape[0], -1)
-        source = None if tokens.source is None else index
-        return replace(tokens, x=output, index=index, size=None, source=source, state=state)  # (B, prefix + N, D)
+        source = None if tokens.carrier is None else index
+        return replace(tokens, x=output, index=index, size=None, carrier=source, state=state)  # (B, prefix + N, D)
 
     def penalty(self, tokens: Tokens, teacher: Tokens | None) -> torch.Tensor | None:
         """The ponder loss, and the divergence of the mean halting scores from a Gaussian over depth."""
@@ -236,6 +237,6 @@ class AdaptiveTokens(Method):
         if not layout.opens and (config is None or config.at is None):
             return (
                 "it keeps halted tokens out of the attention, and the model's blocks give no access to it; "
-                f"avit with at, {WITHOUT_ATTENTION} would do"
+                "avit with at would do"
             )
         return super().obstacle(layout, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -10,11 +11,10 @@ from torch import nn
 
 from tntprune.errors import UserNote
 from tntprune.methods.config import Config
-from tntprune.methods.schedule import Place, Step, schedule
+from tntprune.methods.schedule import schedule
+from tntprune.methods.steps import BlockPlan, Place, Plan, Step
 from tntprune.ops.attention import Heads, log_size
-from tntprune.ops.tokens import Tokens
-
-Plan = dict[Place, Step]
+from tntprune.ops.tokens import Tokens, take
 
 
 class Layout(NamedTuple):
@@ -77,7 +77,8 @@ class Method(nn.Module):
         self.config = config
         self.layout = layout
         self.calibrated = not config.must_train
-        self._own = self._schedule(layout.patches)
+        self._steps = self.scheduled(layout.patches)
+        self._plan: Plan | None = None  # of the model's own size; `settle` makes it
 
     def set_calibrated(self, value: bool = True) -> None:
         """Record whether the parameters were trained or loaded."""
@@ -102,60 +103,76 @@ class Method(nn.Module):
         if all(prefix + name in state_dict for name, _ in self.named_parameters()):
             self.set_calibrated()
 
-    def steps(self, patches: int) -> Plan:
-        """Where tokens go from an image of so many patches; made beforehand for the model's own size."""
-        return self._own if patches == self.layout.patches else self._schedule(patches)
+    def steps(self, patches: int) -> tuple[Step, ...]:
+        """Return the steps at which tokens go at test time, from an image of so many patches."""
+        return self._steps if patches == self.layout.patches else self.scheduled(patches)
+
+    def scheduled(self, patches: int) -> tuple[Step, ...]:
+        """Work out `steps`."""
+        return schedule([self.config], patches, self.layout.depth)
+
+    def plan(self, patches: int) -> Plan:
+        """Return what one pass does at each block. It is asked for once per pass.
+
+        Methods that train in another way than they work return another plan in training mode.
+        """
+        if patches != self.layout.patches:
+            return self.planned(self.scheduled(patches))
+        if self._plan is None:
+            self.settle()
+        assert self._plan is not None
+        return self._plan
+
+    def settle(self) -> None:
+        """Make the plan of the model's own size, which each pass then reads."""
+        self._plan = self.planned(self._steps)
+
+    def planned(self, steps: Sequence[Step]) -> Plan:
+        """Return the plan that takes these steps."""
+        by_place = {step.place: step for step in steps}
+        sized = self.proportional or self.config.variable
+        plan, acted = [], False
+        for block in range(self.layout.depth + 1):
+            inside, after = by_place.get(Place(block, inside=True)), by_place.get(Place(block))
+            sees = {self.sees(step) for step in (inside, after) if step is not None and block}
+            seen: Literal["", "heads", "map"] = "map" if "map" in sees else "heads" if "heads" in sees else ""
+            plan.append(BlockPlan(seen, inside, after, biased=acted and sized))
+            acted = acted or inside is not None or after is not None
+        return tuple(plan)
+
+    def sees(self, step: Step) -> Literal["", "heads", "map"]:
+        """Return what a step must see of its block's attention."""
+        return self.looks
 
     def resize(self, grid: tuple[int, int]) -> None:
         """Take note that the model's own image size is another one now."""
         self.layout = self.layout._replace(grid=grid)
-        self._own = self._schedule(self.layout.patches)
+        self._steps = self.scheduled(self.layout.patches)
+        self.settle()
 
     def unfold(self, tokens: Tokens) -> Tokens:
-        """Tokens on their way, with those back among them that the method carries along elsewhere."""
+        """Return the tokens with those back among them that the method carries along elsewhere."""
         return tokens
 
-    def plan(self, patches: int) -> Plan:
-        """Where this pass acts, asked once at its start: where tokens go, unless a method trains otherwise."""
-        return self.steps(patches)
-
-    def _schedule(self, patches: int) -> Plan:
-        return {step.place: step for step in schedule([self.config], patches, self.layout.depth)}
-
-    def sees(self, block: int, plan: Plan) -> Literal["", "heads", "map"]:
-        """What it must see of a block's attention in this pass."""
-        acts = Place(block) in plan or Place(block, inside=True) in plan
-        return self.looks if acts else ""
-
-    def rests(self, plan: Plan, block: int) -> bool:
-        """Whether this pass does nothing and looks at nothing in a block and after it."""
-        return Place(block) not in plan and Place(block, inside=True) not in plan and not self.sees(block, plan)
-
-    def begins(self, plan: Plan) -> int:
-        """The last block up to which, and in which, this pass does nothing; what is done after it may be something."""
-        busy = [block for block in range(1, self.layout.depth + 1) if not self.rests(plan, block)]
-        if Place(0) in plan or not busy:
-            return 0 if Place(0) in plan else self.layout.depth
-        first = busy[0]
-        after = Place(first, inside=True) not in plan and not self.sees(first, plan)
-        return first if after else first - 1
-
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
-        """What is added to the logits of each key in one block's attention, (B, 1, 1, prefix + n), or None."""
+        """Return what is added to the logits of each key in a block's attention, (B, 1, 1, prefix + n), or None."""
         if tokens.size is None or not (self.proportional or self.config.variable):
             return None
         return log_size(tokens.size, tokens.prefix, power=int(self.proportional))
 
     def attend(self, heads: Heads, tokens: Tokens) -> torch.Tensor:
-        """What a block's heads give where the block has been opened, (B, heads, n, head_dim)."""
+        """Return what the attention of a block that is opened gives, (B, heads, n, head_dim)."""
         return heads.output()
 
-    def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:
-        """Act on the tokens at a place. Nothing happens where the plan has no step."""
-        step = plan.get(place)
-        return tokens if step is None else self.reduce(tokens, step, heads)
+    def watch(self, tokens: Tokens, heads: Heads | None) -> Tokens:
+        """Take note of tokens that leave a block, before those that go there are gone. See `BlockPlan.watchers`."""
+        return tokens
 
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+    def member(self, number: int) -> Method:
+        """Return one of several combined reductions."""
+        return self
+
+    def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
         """Go from `step.entering` to `step.leaving` patch tokens.
 
         Args:
@@ -185,18 +202,31 @@ class Method(nn.Module):
 
     @classmethod
     def obstacle(cls, layout: Layout, config: Config | None = None) -> str | None:
-        """Why the method, or one config of it, cannot be applied to such a backbone, and what would do; else None."""
+        """Return why the method, or one config of it, cannot be applied to a backbone; None where it can."""
         if cls.needs_cls and not layout.cls:
-            return f"it ranks tokens by the CLS token's attention, and the model has none; {WITHOUT_CLS} would do"
+            return "it ranks tokens by the CLS token's attention, and the model has none"
         if cls.looks and not layout.opens:
-            return f"it reads the attention of blocks that do not show it; {WITHOUT_ATTENTION} would do"
+            return "it reads the attention of blocks that do not show it"
         return None
 
 
-WITHOUT_CLS = "tnt, random, dynamicvit, tome, zerotprune or avit"
-WITHOUT_ATTENTION = "tnt, random, or avit with at"
+class ScoringMethod(Method):
+    """A method that keeps the patch tokens of the largest score. Its one function is `score`."""
+
+    def score(self, tokens: Tokens, heads: Heads | None) -> torch.Tensor:
+        """Return a score for each patch token, (B, n).
+
+        Args:
+            tokens: Those that arrive; `tokens.block` is the number of the block that they were in last.
+            heads: The block's attention, if `looks` asks for it.
+        """
+        raise NotImplementedError
+
+    def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
+        """Keep the `step.leaving` patch tokens of the largest score, the best first."""
+        return take(tokens, top(self.score(tokens, heads), step.leaving))
 
 
 def top(score: torch.Tensor, count: int) -> torch.Tensor:
-    """Positions (B, count) of the largest scores of (B, n), the best first; compared in fp32."""
-    return score.float().topk(count, dim=1).indices
+    """Return the positions (B, count) of the largest scores of (B, n), the best first; compared in fp32."""
+    return (score.float() if score.is_floating_point() else score).topk(count, dim=1).indices

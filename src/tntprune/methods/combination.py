@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from tntprune.errors import UsageError
-from tntprune.methods.base import Layout, Method, Plan
+from tntprune.methods.base import Layout, Method
 from tntprune.methods.checks import check
 from tntprune.methods.config import Config, option
 from tntprune.methods.registry import implementation
-from tntprune.methods.schedule import Place, Step, schedule
+from tntprune.methods.schedule import schedule
+from tntprune.methods.steps import BlockPlan, Plan, Step
 from tntprune.ops.attention import Heads
 from tntprune.ops.tokens import Tokens
 
@@ -62,6 +63,9 @@ class Combination(Config):
         return self
 
 
+SIGHTS = ("", "heads", "map")  # of a block's attention, the least first
+
+
 class Combined(Method):
     """Hands the tokens to whichever reduction acts at a place. While one of them learns, the others stand aside."""
 
@@ -94,34 +98,36 @@ class Combined(Method):
         for part in self.parts:
             part.warn_uncalibrated()
 
-    def _schedule(self, patches: int) -> Plan:
-        return {step.place: step for step in schedule(self.config.parts, patches, self.layout.depth)}
+    def scheduled(self, patches: int) -> tuple[Step, ...]:
+        return schedule(self.config.parts, patches, self.layout.depth)
 
     def plan(self, patches: int) -> Plan:
         if not self.training or self.learner is None:
-            return self.steps(patches)
+            return super().plan(patches)
         own = self.parts[self.learner]
         own.trained = self.trained
-        return {place: step._replace(part=self.learner) for place, step in own.plan(patches).items()}
+        return tuple(_of_part(block, self.learner) for block in own.plan(patches))
+
+    def planned(self, steps: Sequence[Step]) -> Plan:
+        plans = [part.planned([s for s in steps if s.part == number]) for number, part in enumerate(self.parts)]
+        return tuple(
+            block._replace(
+                sees=max((one.sees for one in own), key=SIGHTS.index),
+                watchers=tuple(number for number, one in enumerate(own) if one.watchers),
+            )
+            for block, *own in zip(super().planned(steps), *plans, strict=True)
+        )
+
+    def sees(self, step: Step) -> Literal["", "heads", "map"]:
+        return self.parts[step.part].sees(step)
+
+    def member(self, number: int) -> Method:
+        return self.parts[number]
 
     def resize(self, grid: tuple[int, int]) -> None:
-        super().resize(grid)
         for part in self.parts:
             part.resize(grid)
-
-    def part(self, number: int, plan: Plan) -> Plan:
-        """The steps of one of the reductions."""
-        return {place: step for place, step in plan.items() if step.part == number}
-
-    def sees(self, block: int, plan: Plan) -> Literal["", "heads", "map"]:
-        wanted = [part.sees(block, self.part(number, plan)) for number, part in enumerate(self.parts)]
-        return "map" if "map" in wanted else "heads" if "heads" in wanted else ""
-
-    def rests(self, plan: Plan, block: int) -> bool:
-        return all(part.rests(self.part(number, plan), block) for number, part in enumerate(self.parts))
-
-    def begins(self, plan: Plan) -> int:
-        return min(part.begins(self.part(number, plan)) for number, part in enumerate(self.parts))
+        super().resize(grid)
 
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         if self.training and self.learner is not None:
@@ -133,10 +139,8 @@ class Combined(Method):
         own = self.parts[self.learner] if self.training and self.learner is not None else None
         return heads.output() if own is None else own.attend(heads, tokens)
 
-    def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:
-        for number, part in enumerate(self.parts):
-            tokens = part(tokens, place, self.part(number, plan), heads)
-        return tokens
+    def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
+        return self.parts[step.part](tokens, step, heads)  # type: ignore[no-any-return]
 
     @property
     def penalises(self) -> bool:
@@ -147,3 +151,9 @@ class Combined(Method):
 
     def macs(self, step: Step) -> int:
         return self.parts[step.part].macs(step)
+
+
+def _of_part(block: BlockPlan, number: int) -> BlockPlan:
+    """Return what one of the reductions does at a block as what the combination does there."""
+    inside, after = (step and step._replace(part=number) for step in (block.inside, block.after))
+    return block._replace(inside=inside, after=after, watchers=(number,) if block.watchers else ())

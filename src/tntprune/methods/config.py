@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from tntprune.methods.checks import as_tuple, check, check_options, is_int, is_number, show
-from tntprune.methods.schedule import Place, Step, Turn, truncated
+from tntprune.methods.steps import Place, Step, Turn, truncated
 
 MOST = 2**32 - 1  # the largest number in any option: seeds go as far
 
@@ -43,6 +43,8 @@ class Config:
     usual: ClassVar[float] = 0.5  # the share that stays where nothing is said
     everywhere: ClassVar[bool] = False  # whether at=None has a meaning
     listed: ClassVar[tuple[str, ...]] = ("keep", "tokens")  # options with one value, or one for each location
+    renamed: ClassVar[dict[str, str]] = {}  # options that earlier versions saved under another name
+    renamed_parameters: ClassVar[dict[str, str]] = {}  # and the same of what is learned
     rivals: ClassVar[tuple[str, ...]] = ("keep", "tokens")  # options of which one can be given
 
     at: int | Sequence[int] | None = option(3, "block or blocks at which tokens are removed (0: before the first)")

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tntprune.methods.base import WITHOUT_ATTENTION, Layout, Method, Plan, top
+from tntprune.methods.base import Layout, ScoringMethod
 from tntprune.methods.checks import check, check_words, is_number
 from tntprune.methods.config import Config, option
 from tntprune.methods.layers import Affine
-from tntprune.methods.schedule import Place, Step, Turn, truncated
+from tntprune.methods.steps import Place, Plan, Step, Turn, truncated
 from tntprune.ops.attention import Heads
-from tntprune.ops.tokens import Tokens, take
+from tntprune.ops.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Predictor(nn.Module):
         return self.layers[-1](x).float()  # type: ignore[no-any-return]
 
 
-class DynamicSparsification(Method):
+class DynamicSparsification(ScoringMethod):
     """In training all tokens stay and the dropped ones are masked; at test time they really go."""
 
     trains = True
@@ -139,18 +139,16 @@ class DynamicSparsification(Method):
     @classmethod
     def obstacle(cls, layout: Layout, config: Config | None = None) -> str | None:
         if not layout.opens:
-            return f"it learns by masking the attention of blocks that do not show it; {WITHOUT_ATTENTION} would do"
+            return "it learns by masking the attention of blocks that do not show it"
         return None
 
     def plan(self, patches: int) -> Plan:
-        """In training every location, so that each predictor learns, whatever its share."""
+        """Return in training a step at every location, so that each predictor learns, whatever its share."""
         if not self.training:
             return super().plan(patches)
-        return {Place(at): Step(Place(at), patches, patches, patches) for at in self.config.locations}
-
-    def sees(self, block: int, plan: Plan) -> Literal["", "heads", "map"]:
-        masked = self.training and any(place.block < block for place in plan)
-        return "heads" if masked else ""
+        plan = self.planned([Step(Place(at), patches, patches, patches) for at in self.config.locations])
+        first = self.config.locations[0]
+        return tuple(block._replace(sees="heads") if number > first else block for number, block in enumerate(plan))
 
     def attend(self, heads: Heads, tokens: Tokens) -> torch.Tensor:
         """In training, attention that sees kept tokens, and each token itself (the paper's equation 10)."""
@@ -163,16 +161,19 @@ class DynamicSparsification(Method):
         attention = (weight + EPS / mask.shape[-1]) / (weight.sum(-1, keepdim=True) + EPS)
         return attention.to(heads.value.dtype) @ heads.value
 
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
-        predictor = self.predictors[str(step.place.block)]
-        if self.training:
-            logits = predictor(tokens.patches, tokens.size)  # (B, N, 2)
-            kept = F.gumbel_softmax(logits, self.config.temperature, hard=True)[:, :, 0]
-            mask = kept if tokens.size is None else kept * tokens.size  # what is gone stays gone
-            before = tokens.state.masks if isinstance(tokens.state, Decisions) else ()
-            return replace(tokens, size=mask, state=Decisions((*before, mask)))
-        logits = predictor(tokens.patches, None)
-        return take(tokens, top(logits[:, :, 0] - logits[:, :, 1], step.leaving))
+    def score(self, tokens: Tokens, heads: Heads | None) -> torch.Tensor:
+        logits = self.predictors[str(tokens.block)](tokens.patches, None)
+        return logits[:, :, 0] - logits[:, :, 1]  # type: ignore[no-any-return]
+
+    def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
+        """Mark the dropped tokens in training, and drop them at test time."""
+        if not self.training:
+            return super().forward(tokens, step, heads)
+        logits = self.predictors[str(tokens.block)](tokens.patches, tokens.size)  # (B, N, 2)
+        kept = F.gumbel_softmax(logits, self.config.temperature, hard=True)[:, :, 0]
+        mask = kept if tokens.size is None else kept * tokens.size  # what is gone stays gone
+        before = tokens.state.masks if isinstance(tokens.state, Decisions) else ()
+        return replace(tokens, size=mask, state=Decisions((*before, mask)))
 
     def penalty(self, tokens: Tokens, teacher: Tokens | None) -> torch.Tensor | None:
         """The ratio loss and the distillation of tokens (the paper's equations 12 to 14)."""

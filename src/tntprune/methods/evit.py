@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tntprune.methods.base import Method, Plan
+from tntprune.methods.base import Method
 from tntprune.methods.checks import as_tuple, check, check_flags, check_words, is_number
 from tntprune.methods.config import Config, option
-from tntprune.methods.schedule import Step, Turn, ceiled
+from tntprune.methods.steps import Plan, Step, Turn, ceiled
 from tntprune.methods.topk import readers, received
 from tntprune.ops.attention import Heads
 from tntprune.ops.tokens import Tokens, append, pick, ranking, take
@@ -89,23 +89,23 @@ class ExpediteViT(Method):
     def plan(self, patches: int) -> Plan:
         if not self.training or self.config.anneal is None:
             return super().plan(patches)
-        return self.annealed(patches)
+        return self.planned(self.annealed(patches))
 
-    def annealed(self, patches: int) -> Plan:
-        """The plan of a training step: what is kept falls from all to its share by half a cosine."""
+    def annealed(self, patches: int) -> list[Step]:
+        """Return the steps of a training step: the share of kept tokens falls from 1 to its value by half a cosine."""
         first, last = self.config.anneal  # type: ignore[misc]
         done = min(1.0, max(0.0, (self.trained - first) / (last - first)))
         whole = (1 + math.cos(math.pi * done)) / 2  # from 1 to 0
-        plan, count = {}, patches
-        for step in super().plan(patches).values():
+        steps, count = [], patches
+        for step in self.steps(patches):
             share = step.ranked / step.entering
             stay = min(count, math.ceil(count * (share + (1 - share) * whole) - 1e-9))
             if stay < count:
-                plan[step.place] = Step(step.place, count, stay, stay + self.config.fuse)
+                steps.append(Step(step.place, count, stay, stay + self.config.fuse))
                 count = stay + self.config.fuse
-        return plan
+        return steps
 
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+    def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
         assert heads is not None
         score = received(heads, readers(self.config.rows, self.layout), tokens.prefix)  # (B, n), sums to at most 1
         ranked = ranking(score, descending=True)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from tntprune.methods.base import Method, Plan
+from tntprune.methods.base import Method
 from tntprune.methods.checks import check, is_number
 from tntprune.methods.config import Config, option
-from tntprune.methods.schedule import Place, Step, Turn
+from tntprune.methods.steps import Place, Plan, Step, Turn
 from tntprune.methods.topk import received
 from tntprune.ops.attention import Heads
 from tntprune.ops.tokens import Tokens, append, pick, ranking, take
@@ -90,22 +90,28 @@ class SlowFast(Method):
     needs_cls = True
     config: EvoViT
 
-    def sees(self, block: int, plan: Plan) -> Literal["", "heads", "map"]:
-        """Every block whose attention counts: from the first location to the last that ranks."""
-        return self.looks if block in self.seen(plan) else ""
+    def planned(self, steps: Sequence[Step]) -> Plan:
+        """Return a plan in which every block is seen whose attention counts."""
+        seen = self.seen(steps)
+        return tuple(
+            block._replace(sees=self.looks, watchers=(0,)) if number in seen else block._replace(sees="")
+            for number, block in enumerate(super().planned(steps))
+        )
 
-    def seen(self, plan: Plan) -> range:
-        """The blocks of which attention is read; before the first location each would only replace the one before."""
-        last = max((step.place.block for step in plan.values() if _divides(step)), default=0)
+    def seen(self, steps: Sequence[Step]) -> range:
+        """Return the blocks whose attention counts, from the first location to the last step that divides.
+
+        Before the first location each would only replace the one before.
+        """
+        last = max((step.place.block for step in steps if _divides(step)), default=0)
         return range(self.config.locations[0], last + 1)
 
-    def forward(self, tokens: Tokens, place: Place, plan: Plan, heads: Heads | None = None) -> Tokens:
-        if heads is not None and not place.inside:
-            tokens = replace(tokens, state=self.attended(tokens, heads))
-        return super().forward(tokens, place, plan, heads)
+    def watch(self, tokens: Tokens, heads: Heads | None) -> Tokens:
+        assert heads is not None
+        return replace(tokens, state=self.attended(tokens, heads))
 
     def attended(self, tokens: Tokens, heads: Heads) -> Division:
-        """The state with this block's attention; the tokens that did not go through it keep theirs."""
+        """Return the state with this block's attention; tokens that did not go through the block keep theirs."""
         new, state = received(heads, 1, tokens.prefix), tokens.state  # (B, n)
         if state is None:
             return Division(new)  # all patches are still there, in grid order
@@ -117,7 +123,7 @@ class SlowFast(Method):
     def unfold(self, tokens: Tokens) -> Tokens:
         return together(tokens) if isinstance(tokens.state, Division) else tokens
 
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+    def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
         state = tokens.state
         tokens = together(tokens)
         if not _divides(step):
@@ -133,8 +139,8 @@ class SlowFast(Method):
 
     def macs(self, step: Step) -> int:
         """The CLS rows of the blocks since the step before, and the weighted mean."""
-        earlier = [place.block for place in self._own if place.block < step.place.block]
-        blocks = [block for block in self.seen(self._own) if max(earlier, default=0) < block <= step.place.block]
+        earlier = [one.place.block for one in self._steps if one.place.block < step.place.block]
+        blocks = [block for block in self.seen(self._steps) if max(earlier, default=0) < block <= step.place.block]
         rows = len(blocks) * (step.entering + self.layout.prefix) * self.layout.attn_dim
         return rows + _divides(step) * (self.layout.patches - step.ranked) * self.layout.embed_dim
 
@@ -151,5 +157,5 @@ def together(tokens: Tokens) -> Tokens:
         return tokens
     others = state.apart + tokens.x[:, -1:]  # (B, m, D)
     index = torch.cat([tokens.index[:, :-1], state.places], 1)  # (B, N)
-    source = None if tokens.source is None else ranking(index)  # nothing is lost any more
-    return replace(tokens, x=torch.cat([tokens.x[:, :-1], others], 1), index=index, source=source)
+    source = None if tokens.carrier is None else ranking(index)  # nothing is lost any more
+    return replace(tokens, x=torch.cat([tokens.x[:, :-1], others], 1), index=index, carrier=source)

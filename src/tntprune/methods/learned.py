@@ -9,6 +9,19 @@ import torch
 
 from tntprune.errors import UserError
 from tntprune.methods.base import Method
+from tntprune.methods.config import Config
+
+
+def renamed(config: Config, learned: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what was learned under the names that it has now, whatever version saved it."""
+    parts = {f"parts.{number}.": part for number, part in enumerate(getattr(config, "parts", ()))} or {"": config}
+    found = {}
+    for name, value in learned.items():
+        prefix = next((prefix for prefix in parts if name.startswith(prefix)), "")
+        kind, dot, rest = name.removeprefix(prefix).partition(".")
+        names = parts[prefix].renamed_parameters if prefix in parts else {}
+        found[f"{prefix}{names.get(kind, kind)}{dot}{rest}"] = value
+    return found
 
 
 def missing_in(learned: Iterable[str], wanted: Iterable[str]) -> str | None:

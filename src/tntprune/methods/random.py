@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tntprune.methods.base import Layout, Method
+from tntprune.methods.base import Layout, ScoringMethod
 from tntprune.methods.checks import check, is_int
 from tntprune.methods.config import Config, option
-from tntprune.methods.schedule import Step
 from tntprune.ops.attention import Heads
-from tntprune.ops.tokens import NOWHERE, Tokens, shuffled, take
+from tntprune.ops.tokens import NOWHERE, Tokens, shuffled
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Random(Config):
         check(is_int(self.order) and self.order >= 0, f"order={self.order}: expected a whole number, 0 or larger")
 
 
-class RandomDrop(Method):
+class RandomDrop(ScoringMethod):
     """Keeps the places of the grid that come first in a seeded order, the same in every image.
 
     What is kept at a small rate is also kept at a larger one; nothing depends on the batch or on a random generator.
@@ -56,11 +55,7 @@ class RandomDrop(Method):
         places = torch.arange(NOWHERE, self.layout.patches, device="cpu")
         return shuffled(places, self.config.order).argsort().argsort()  # (1 + N,)
 
-    def key(self, tokens: Tokens) -> torch.Tensor:
-        """(B, n), by which the tokens are put in order."""
-        if tokens.places == self.layout.patches:
-            return self.rank[tokens.index + 1]
-        return shuffled(tokens.index, self.config.order)  # an image of another size than the model's
-
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
-        return take(tokens, self.key(tokens).topk(step.leaving, dim=1, largest=False).indices)
+    def score(self, tokens: Tokens, heads: Heads | None) -> torch.Tensor:
+        if tokens.grid_size == self.layout.patches:
+            return -self.rank[tokens.index + 1]
+        return -shuffled(tokens.index, self.config.order)  # an image of another size than the model's

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points, packages_distributions
 from typing import Any
 
 from tntprune.errors import UsageError, UserNote
-from tntprune.methods.base import Method
+from tntprune.methods.base import Layout, Method
 from tntprune.methods.config import Config
 
 GROUP = "tntprune.methods"  # the entry points that name modules which register a method
@@ -96,6 +96,15 @@ def implementation(config: type[Config]) -> type[Method]:
     if config not in _MODULES:
         raise UsageError(f"{_full(config)} is not registered; call tntprune.register_method first")
     return _MODULES[config]
+
+
+def obstacle_to(kind: type[Config], layout: Layout, config: Config | None = None) -> str | None:
+    """Return why a method, or one config of it, cannot be applied to a backbone, and what would do; else None."""
+    reason = implementation(kind).obstacle(layout, config)
+    if reason is None or reason.endswith("would do"):
+        return reason
+    others = [name for name, other in all_methods().items() if implementation(other).obstacle(layout) is None]
+    return f"{reason}; {', '.join(others)} would do"
 
 
 def package_of(config: type[Config]) -> str:

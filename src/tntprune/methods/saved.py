@@ -40,5 +40,6 @@ def from_dict(data: dict[str, Any]) -> Config:
             raise UsageError("a combination without its parts; expected what tntprune.save writes")
         return Combination(parts=tuple(from_dict(part) for part in parts))
     config = find_method(str(name), package)
+    data = {config.renamed.get(option, option): value for option, value in data.items()}
     check_options(config, data)
     return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})

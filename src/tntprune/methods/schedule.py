@@ -2,76 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
 
 from tntprune.errors import UsageError
-
-if TYPE_CHECKING:
-    from tntprune.methods import Config
-
-
-class Place(NamedTuple):
-    """Where in a model something happens to the tokens.
-
-    Args:
-        block: 0 is before the first block.
-        inside: Between the block's attention and its MLP, instead of after it.
-    """
-
-    block: int
-    inside: bool = False
-
-    def __str__(self) -> str:
-        return f"inside block {self.block}" if self.inside else f"after block {self.block}"
-
-
-class Turn(NamedTuple):
-    """One of the places at which a method acts.
-
-    Args:
-        place: Where.
-        number: Which one, from 0.
-        of: How many there are.
-    """
-
-    place: Place
-    number: int
-    of: int
-
-
-class Step(NamedTuple):
-    """What happens to the patch tokens at one place.
-
-    Args:
-        place: Where.
-        entering: Patch tokens that arrive.
-        ranked: Patch tokens that stay when those with the smallest scores are gone.
-        leaving: Patch tokens that stay when the similar ones are gone as well. Where the number differs from image to
-            image, the largest that is possible.
-        part: Which of several combined reductions acts, from 0.
-    """
-
-    place: Place
-    entering: int
-    ranked: int
-    leaving: int
-    part: int = 0
-
-
-def truncated(count: int, rate: float) -> int:
-    """Whole tokens in a share of `count`: truncated as in the authors' code, but at least one stays.
-
-    The small term keeps what is a whole number on paper whole: 0.29 of 100 is 29, although 100 * 0.29 < 29.
-    """
-    return max(1, math.floor(count * rate + 1e-9))
-
-
-def ceiled(count: int, rate: float) -> int:
-    """Whole tokens in a share of `count`, rounded up; at most `count`."""
-    return min(count, max(1, math.ceil(count * rate - 1e-9)))
+from tntprune.methods.config import Config
+from tntprune.methods.steps import Place, Step, Turn
 
 
 def schedule(configs: Sequence[Config], patches: int, depth: int) -> tuple[Step, ...]:
@@ -126,30 +62,3 @@ def _check_neighbours(first: Config, place: Place, then: Config, other: Place) -
             f"{first.method} leaves another number of tokens in each image, which {then.method} {other} cannot go on "
             f"from; expected {first.method} behind it"
         )
-
-
-class Counts(NamedTuple):
-    """Patch tokens on their way through a model.
-
-    Args:
-        attention: That enter each block.
-        mlp: That enter each block's MLP.
-        last: That are left at the end.
-    """
-
-    attention: list[int]
-    mlp: list[int]
-    last: int
-
-
-def counts(steps: Iterable[Step], patches: int, depth: int) -> Counts:
-    """Patch tokens at each block, from the first to the last."""
-    leaving = {step.place: step.leaving for step in steps}
-    count = leaving.get(Place(0), patches)
-    attention, mlp = [], []
-    for block in range(1, depth + 1):
-        attention.append(count)
-        count = leaving.get(Place(block, inside=True), count)
-        mlp.append(count)
-        count = leaving.get(Place(block), count)
-    return Counts(attention, mlp, count)

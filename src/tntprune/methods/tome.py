@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from tntprune.methods.base import Layout, Method, Plan
+from tntprune.methods.base import Layout, Method
 from tntprune.methods.checks import as_tuple, check, check_flags, check_words, is_int
 from tntprune.methods.config import Config, option
-from tntprune.methods.schedule import Step, Turn
+from tntprune.methods.steps import Step, Turn
 from tntprune.ops.attention import Heads
 from tntprune.ops.similarity import nearest
 from tntprune.ops.tokens import Tokens, in_order, merge, ranking
@@ -121,13 +121,13 @@ class TokenMerging(Method):
 
     config: ToMe
 
-    def __init__(self, config: ToMe, layout: Layout) -> None:
-        super().__init__(config, layout)
-        self.proportional = config.proportional
+    @property
+    def proportional(self) -> bool:  # type: ignore[override]
+        """Whether merged tokens count in attention by their size."""
+        return self.config.proportional
 
-    def sees(self, block: int, plan: Plan) -> Literal["", "heads", "map"]:
-        acts = self.config.metric != "x" and any(place.block == block for place in plan)
-        return "heads" if acts else ""
+    def sees(self, step: Step) -> Literal["", "heads", "map"]:
+        return "heads" if self.config.metric != "x" else ""
 
     def compared(self, tokens: Tokens, heads: Heads | None) -> torch.Tensor:
         """What is compared of each patch token, (B, n, width)."""
@@ -137,8 +137,8 @@ class TokenMerging(Method):
         key = heads.key[:, :, tokens.prefix :].float()  # (B, heads, n, head_dim)
         return key.mean(1) if self.config.metric == "mean" else key.transpose(1, 2).flatten(2)
 
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
-        features = replace(tokens, x=self.compared(tokens, heads), prefix=0, source=None)
+    def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
+        features = replace(tokens, x=self.compared(tokens, heads), prefix=0, carrier=None)
         for count, gone in _passes(step):
             pairs = match(features.x, gone, odd=tokens.prefix % 2)
             tokens = merge(tokens, *pairs)  # count - gone patch tokens

@@ -11,12 +11,12 @@ from typing import Literal
 
 import torch
 
-from tntprune.methods.base import Layout, Method, top
+from tntprune.methods.base import Layout, ScoringMethod
 from tntprune.methods.checks import check, check_flags, check_words
 from tntprune.methods.config import Config, option
-from tntprune.methods.schedule import Step
+from tntprune.methods.steps import Step
 from tntprune.ops.attention import Heads
-from tntprune.ops.tokens import Tokens, take
+from tntprune.ops.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,16 @@ def received(heads: Heads, readers: int, prefix: int) -> torch.Tensor:
     return heads.rows(readers).mean((1, 2))[:, prefix:]
 
 
-class TopKPruning(Method):
+class TopKPruning(ScoringMethod):
     """Ranks by one or two rows of attention; fused attention stays in use, and no attention map is built."""
 
     looks = "heads"
     needs_cls = True
     config: TopK
 
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+    def score(self, tokens: Tokens, heads: Heads | None) -> torch.Tensor:
         assert heads is not None
-        score = received(heads, readers(self.config.rows, self.layout), tokens.prefix)  # (B, n)
-        return take(tokens, top(score, step.leaving))
+        return received(heads, readers(self.config.rows, self.layout), tokens.prefix)
 
     def macs(self, step: Step) -> int:
         return readers(self.config.rows, self.layout) * (step.entering + self.layout.prefix) * self.layout.attn_dim

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tntprune.methods.base import Method, top
 from tntprune.methods.checks import as_tuple, check, check_flags, check_words, is_int, is_number
 from tntprune.methods.config import Config, option
-from tntprune.methods.schedule import Step, Turn
+from tntprune.methods.steps import Step, Turn
 from tntprune.ops.attention import Heads
 from tntprune.ops.similarity import nearest
 from tntprune.ops.tokens import Tokens, pick, ranking, take
@@ -159,7 +159,7 @@ class ZeroTokenPruning(Method):
     looks = "map"
     config: ZeroTPrune
 
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+    def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
         assert heads is not None
         attention = heads.map().detach().float()  # (B, heads, prefix + n, prefix + n)
         feature = tokens.patches  # (B, n, D)

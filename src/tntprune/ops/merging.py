@@ -1,7 +1,7 @@
-"""Fewer tokens by relevance and likeness: what goes is folded into the most similar token that stays.
+"""Fewer tokens by relevance and likeness: each token that goes is merged into the most similar token that stays.
 
-Ours: neither the paper's dropping nor ToMe's pairs. A token is needed as far as it is relevant and nothing more
-relevant says what it says, so one number decides for both, and any share can go in one step.
+Ours: neither the paper's dropping nor ToMe's pairs. A token is needed as far as it is relevant and no more relevant
+token is like it. One number decides for both, and any share can go in one step.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def choose(
     compared: torch.Tensor,
     size: torch.Tensor | None,
     count: int,
-    relevance: float,
-    crowding: float,
+    score_weight: float,
+    size_weight: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Which tokens stay, which go, and where to. No gradient goes through.
 
-    A token's worth is its distance from the most similar token of a higher score, 1 - cosine and at most 1, times
-    exp(relevance * its score), times its size ** crowding. Of equal scores the first counts as the higher.
+    A token's importance is its distance from the most similar token of a higher score, 1 - cosine and at most 1, times
+    exp(score_weight * its score), times its size ** size_weight. Of equal scores the first counts as the higher.
 
     Args:
         score: (B, n), standardised.
         compared: (B, n, d), what likeness is told by.
         size: (B, n), how many patches each token stands for; None if each stands for one.
         count: How many stay, at least 1 and less than n.
-        relevance: Weight of the score beside the log of the distance.
-        crowding: Weight of the log of the size.
+        score_weight: Weight of the score beside the log of the distance.
+        size_weight: Weight of the log of the size.
 
     Returns:
         Positions of those that stay, the highest score first (B, count), and of those that go (B, n - count); and for
@@ -54,10 +54,10 @@ def choose(
     with torch.autocast(x.device.type, enabled=False):
         alike = x @ x.transpose(1, 2)  # (B, n, n)
     far = (1 - alike.tril(-1).amax(2)).clamp(min=NEAREST)  # (B, n)
-    worth = far.log() + relevance * score.gather(1, rank)
+    importance = far.log() + score_weight * score.gather(1, rank)
     if size is not None:
-        worth = worth + crowding * size.gather(1, rank).log()
-    place = ranking(worth, descending=True)
+        importance = importance + size_weight * size.gather(1, rank).log()
+    place = ranking(importance, descending=True)
     stay, go = in_order(place[:, :count]), place[:, count:]  # (B, count), (B, n - count)
     among = pick(alike, go).gather(2, stay[:, None].expand(-1, go.shape[1], -1))  # (B, n - count, count)
     likeness, target = among.max(2)
@@ -77,15 +77,16 @@ def fold(
     target: torch.Tensor,
     weight: torch.Tensor,
     share: torch.Tensor | None = None,
-    lift: torch.Tensor | None = None,
+    norm_correction: torch.Tensor | None = None,
 ) -> Tokens:
-    """Merge tokens into others, by their weighted mean; gradients reach the tokens, the weights, shares and the lift.
+    """Merge tokens into others, by their weighted mean. Gradients reach the tokens and all weights.
 
     A one-hot matmul does it, as in `tokens.merge`, whose targets are the same in every image.
 
-    A mean is shorter than what it is of, the more so the less alike that is. `lift` makes up for it: the mean is made
-    longer by (mean of the lengths / length of the mean) ** lift, and at most by `LONGEST`. With 1 it is as long as they
-    are, on the mean; that norms should be kept is from ToFu's MLERP (Kim et al., "Token Fusion", WACV 2024, abstract).
+    The norm of a mean is smaller than that of its tokens, the more so the less alike they are. With `norm_correction`
+    the mean is multiplied by (mean of the norms / norm of the mean) ** norm_correction, and at most by `LONGEST`. With
+    1 it gets the mean of the norms; that norms should be kept is from ToFu's MLERP (Kim et al., "Token Fusion", WACV
+    2024, abstract).
 
     Args:
         tokens: n patch tokens.
@@ -95,13 +96,13 @@ def fold(
         weight: (B, n), above 0: what each counts for in the mean, beside the number of patches that it stands for.
         share: (B, r), above 0 and at most 1: how much of each that goes is merged, while the rest is dropped; None is
             all of it.
-        lift: A number, 0 or larger; None is 0, the mean itself.
+        norm_correction: A number, 0 or larger; None is 0, the mean itself.
 
     Returns:
         k patch tokens.
     """
     size = torch.ones_like(tokens.index, dtype=torch.float32) if tokens.size is None else tokens.size
-    kept = take(replace(tokens, size=size, source=None), keep)
+    kept = take(replace(tokens, size=size, carrier=None), keep)
     assert kept.size is not None
     lands = target[:, None] == torch.arange(keep.shape[1], device=keep.device)[:, None]  # (B, k, r)
     gone = size.gather(1, source) if share is None else size.gather(1, source) * share  # (B, r), in patches
@@ -112,10 +113,10 @@ def fold(
     with torch.autocast(tokens.x.device.type, enabled=False):  # what takes nothing in comes out bit for bit
         moved = pick(tokens.patches, source)  # (B, r, D)
         x = torch.baddbmm(kept.patches * own, extra, moved)  # (B, k, D)
-        if lift is not None:
+        if norm_correction is not None:
             long = torch.baddbmm(length(kept.patches) * own.float(), extra.float(), length(moved))  # (B, k, 1)
-            x = (x * (long / length(x)).pow(lift).clamp(max=LONGEST)).to(x.dtype)
-    carrier = tokens.source
+            x = (x * (long / length(x)).pow(norm_correction).clamp(max=LONGEST)).to(x.dtype)
+    carrier = tokens.carrier
     if carrier is not None:
         new = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
         carrier = follow(carrier, torch.cat([keep, source], 1), torch.cat([new, target], 1), tokens.count)
@@ -123,5 +124,5 @@ def fold(
         kept,
         x=torch.cat([kept.x[:, : tokens.prefix], x], 1),  # (B, prefix + k, D)
         size=kept.size + (lands * gone[:, None]).sum(2),
-        source=carrier,
+        carrier=carrier,
     )

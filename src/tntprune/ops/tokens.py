@@ -21,20 +21,22 @@ class Tokens:
         prefix: How many prefix tokens there are.
         size: (B, n), how many patches a token stands for, 0 where there is only padding; None as long as every one
             stands for one.
-        source: (B, N), for every original patch the position in `index` of the token that carries it, or -1 where it
+        carrier: (B, N), for every original patch the position in `index` of the token that carries it, or -1 where it
             was dropped. None unless somebody records.
         state: What a method keeps from one of its places for the next; the method that put it there also keeps it
             in step with the tokens.
-        places: N, how many places the original grid has; 0 where nobody said so.
+        grid_size: N, how many places the original grid has; 0 where nobody said so.
+        block: The number of the block that they were in last; 0 is the embedding.
     """
 
     x: torch.Tensor
     index: torch.Tensor
     prefix: int
     size: torch.Tensor | None = None
-    source: torch.Tensor | None = None
+    carrier: torch.Tensor | None = None
     state: Any = None
-    places: int = 0
+    grid_size: int = 0
+    block: int = 0
 
     @property
     def patches(self) -> torch.Tensor:
@@ -53,10 +55,10 @@ def start(x: torch.Tensor, prefix: int, follow: bool = False) -> Tokens:
     Args:
         x: (B, prefix + N, D).
         prefix: How many prefix tokens there are.
-        follow: Also keep `source`.
+        follow: Also keep `carrier`.
     """
     index = torch.arange(x.shape[1] - prefix, device=x.device).expand(x.shape[0], -1)  # (B, N)
-    return Tokens(x, index, prefix, source=index if follow else None, places=index.shape[1])
+    return Tokens(x, index, prefix, carrier=index if follow else None, grid_size=index.shape[1])
 
 
 def pick(values: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -92,23 +94,23 @@ def written_as_onnx() -> bool:
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
-def take(tokens: Tokens, keep: torch.Tensor) -> Tokens:
+def take(tokens: Tokens, positions: torch.Tensor) -> Tokens:
     """Keep some patch tokens and all prefix tokens, with one gather.
 
     Args:
         tokens: n patch tokens.
-        keep: (B, k), positions among the patch tokens, in the order in which they are to stand.
+        positions: (B, k), positions among the patch tokens, in the order in which they are to stand.
     """
-    place = keep + tokens.prefix
+    place = positions + tokens.prefix
     if tokens.prefix:  # OpenVINO ends the process (SIGFPE) where nothing is broadcast
-        prefix = torch.arange(tokens.prefix, device=keep.device).expand(keep.shape[0], -1)
+        prefix = torch.arange(tokens.prefix, device=positions.device).expand(positions.shape[0], -1)
         place = torch.cat([prefix, place], 1)
     return replace(
         tokens,
         x=pick(tokens.x, place),  # (B, prefix + k, D)
-        index=tokens.index.gather(1, keep),  # (B, k)
-        size=None if tokens.size is None else tokens.size.gather(1, keep),
-        source=None if tokens.source is None else follow(tokens.source, keep, None, tokens.count),
+        index=tokens.index.gather(1, positions),  # (B, k)
+        size=None if tokens.size is None else tokens.size.gather(1, positions),
+        carrier=None if tokens.carrier is None else follow(tokens.carrier, positions, None, tokens.count),
     )
 
 
@@ -146,7 +148,7 @@ def merge(tokens: Tokens, stay: torch.Tensor, into: torch.Tensor, source: torch.
     """
     alone, keep = stay.shape[1], torch.cat([stay, into.expand(stay.shape[0], -1)], 1)  # (B, a + b)
     size = torch.ones_like(tokens.index, dtype=torch.float32) if tokens.size is None else tokens.size
-    kept = take(replace(tokens, size=size, source=None), keep)
+    kept = take(replace(tokens, size=size, carrier=None), keep)
     size_of_kept = kept.size
     assert size_of_kept is not None
     lands = target[:, None] == torch.arange(into.shape[0], device=into.device)[:, None]  # (B, b, r)
@@ -160,12 +162,12 @@ def merge(tokens: Tokens, stay: torch.Tensor, into: torch.Tensor, source: torch.
         kept = replace(kept, x=torch.cat([kept.x[:, :first], torch.baddbmm(x * own, extra, moved)], 1))
     else:  # in place: `take` has just copied x, and autocast stands aside
         x.mul_(own).baddbmm_(extra, moved)
-    carrier = tokens.source
+    carrier = tokens.carrier
     if carrier is not None:
         new = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
         old, new = torch.cat([keep, source], 1), torch.cat([new, target + alone], 1)  # (B, a + b + r)
         carrier = follow(carrier, old, new, tokens.count)
-    return replace(kept, size=torch.cat([size_of_kept[:, :alone], total], 1), source=carrier)
+    return replace(kept, size=torch.cat([size_of_kept[:, :alone], total], 1), carrier=carrier)
 
 
 def spread(tokens: Tokens, grid: tuple[int, int]) -> torch.Tensor:
@@ -187,9 +189,9 @@ def spread(tokens: Tokens, grid: tuple[int, int]) -> torch.Tensor:
     own = own.scatter(1, torch.where(there, tokens.index, total), position)[:, :total]  # (B, N)
     near = nearest_kept(own >= 0, grid)
     carrier = own.gather(1, near)
-    if tokens.source is not None:
-        told = tokens.source.clamp(min=0)
-        carrier = torch.where((tokens.source >= 0) & there.gather(1, told), told, carrier)
+    if tokens.carrier is not None:
+        told = tokens.carrier.clamp(min=0)
+        carrier = torch.where((tokens.carrier >= 0) & there.gather(1, told), told, carrier)
     filled = pick(tokens.x, carrier.clamp(min=0) + tokens.prefix)  # (B, N, D)
     return filled if tokens.size is None else torch.where(there.any(1)[:, None, None], filled, 0)
 

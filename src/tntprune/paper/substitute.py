@@ -11,7 +11,7 @@ from tntprune.backbones.models import shape_of
 from tntprune.errors import UserError
 from tntprune.methods import TNT, Config, Random, ToMe, ZeroTPrune, implementation
 from tntprune.methods.base import Layout
-from tntprune.methods.schedule import truncated
+from tntprune.methods.steps import truncated
 from tntprune.paper.ablation import ablation
 from tntprune.paper.authors import Authors, authors_of, ranking
 from tntprune.paper.entries import COLUMNS, MAPS, Agenda, Entry, TokenMap, unpruned

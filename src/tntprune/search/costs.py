@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tntprune.methods import Config
-from tntprune.methods.schedule import Step
+from tntprune.methods.steps import Step
 
 FREE = {  # options that change how many tokens go and where, which ones, or how a method learns, and no step's time
     "at", "keep", "tokens", "r", "decreasing", "similar", "order", "noise_blocks", "noise_at", "capacity",
-    "noise_scale", "stream_norm", "beta", "objective", "rehearsal", "relevance", "crowding", "anneal",
+    "noise_scale", "stream_norm", "beta", "objective", "prune_prob", "score_weight", "size_weight", "anneal",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from tntprune.backbones.attach import base_of, device_of, reduction_of
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.errors import UserError
 from tntprune.methods import Config
+from tntprune.methods.steps import begins
 from tntprune.ops.tokens import Tokens
 from tntprune.search.interval import of_difference, of_mean
 from tntprune.search.space import Space
@@ -164,7 +165,7 @@ class Judge:
         model = self.space.put(config)
         tower: Any = tower_of(model)
         plan = reduction_of(model).plan(self.space.patches)
-        first = min(reduction_of(model).begins(plan), len(self.kept) - 1)
+        first = min(begins(plan), len(self.kept) - 1)
         parts = [before]
         for number in range(math.ceil(len(before) / BATCH), self.batches if upto is None else min(upto, self.batches)):
             if most is not None and sum(float(part.lost.sum()) for part in parts) - self.repairs(number * BATCH) > most:

@@ -24,6 +24,7 @@ from tntprune.bench.backends import DTYPES, check_settings
 from tntprune.bench.measure import cast, inputs
 from tntprune.errors import UsageError
 from tntprune.methods import Config, Random
+from tntprune.methods.steps import BlockPlan
 from tntprune.ops.tokens import Tokens
 from tntprune.reduce import reduce_
 from tntprune.search.costs import Line, Part
@@ -186,7 +187,13 @@ def _chain(tower: Reduced, kind: str, tokens: Tokens, everywhere: Any) -> Call:
     def first() -> None:
         x = tokens.x
         for number in numbers:
-            inside = Acting(tokens, tower.reduction, number, {}, tower.reduction.bias(tokens, number), "map" in kind)
+            inside = Acting(
+                tokens,
+                tower.reduction,
+                number,
+                BlockPlan(sees="map" if "map" in kind else "heads"),
+                tower.reduction.bias(tokens, number),
+            )
             x = tower.opened(number).attention_half(x, inside, **tower.context(number, places, True))
 
     return {"whole": whole, "mlp": mlp}.get(kind, first)

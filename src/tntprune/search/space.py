@@ -13,7 +13,8 @@ from tntprune.backbones.base import find_backbone
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import Combination, Config, options
 from tntprune.methods.learned import inherit
-from tntprune.methods.schedule import Step, counts, schedule
+from tntprune.methods.schedule import schedule
+from tntprune.methods.steps import Step, counts
 from tntprune.reduce import reduce_
 
 Left = tuple[int, ...]  # patch tokens that are left after each block of a space

@@ -14,7 +14,7 @@ from tntprune.backbones.reduced import Reduced
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import Config, implementation, options
 from tntprune.methods.base import Layout, Method
-from tntprune.methods.schedule import Step
+from tntprune.methods.steps import Step
 from tntprune.ops.tokens import Tokens
 from tntprune.search.costs import Part, StepCost, features, step_name, timed_options
 
@@ -56,9 +56,9 @@ def part_of(config: Config, layout: Layout) -> Part:
     sees, proportional = "", False
     for block in range(layout.depth + 1):
         for method in _tried(config, layout, block, max(1, layout.patches // 2), 0):
-            step = next(iter(method.steps(layout.patches).values()))
+            step = method.steps(layout.patches)[0]
             groups[block] = first.setdefault(method.macs(step), block)
-            sees = sees or (method.sees(block, method.steps(layout.patches)) if block else "")
+            sees = sees or (method.plan(layout.patches)[block].sees if block else "")
             proportional = method.proportional
     if not groups:
         raise UsageError(f"{config.method} acts at no block of this model; expected one at which it can")
@@ -80,7 +80,7 @@ def samples(config: Config, part: Part, layout: Layout, tower: Reduced, tokens: 
     for entering in dict.fromkeys(max(2, round(share * layout.patches)) for share in ENTERING):
         grid = layout._replace(grid=(1, entering))
         for method in _methods(config, part, grid, entering):
-            for step in method.steps(entering).values():
+            for step in method.steps(entering):
                 key = step_name(part, step), step
                 if key not in found:
                     found[key] = _sample(key[0], step, method, tower, tokens, places)
@@ -167,12 +167,13 @@ def _sample(name: str, step: Step, method: Method, tower: Reduced, tokens: Token
     method = method.to(tokens.x.device)
     count = step.entering
     few = replace(
-        tokens, x=tokens.x[:, : tokens.prefix + count].contiguous(), index=tokens.index[:, :count].contiguous(),
-        places=method.layout.patches,
+        tokens, block=step.place.block,
+        x=tokens.x[:, : tokens.prefix + count].contiguous(), index=tokens.index[:, :count].contiguous(),
+        grid_size=method.layout.patches,
     )  # fmt: skip
-    plan = {step.place: step}
     heads = None
-    if sees := method.sees(step.place.block, plan):
+    sees = method.sees(step)
+    if sees and step.place.block:
         near = None if places is None else tower.placed(places, few.index)
         inside = Inside()
         tower.opened(1).attention_half(few.x, inside, **tower.context(1, near, True))
@@ -180,12 +181,12 @@ def _sample(name: str, step: Step, method: Method, tower: Reduced, tokens: Token
         assert heads is not None
         if sees == "map":
             heads = replace(heads, attention=heads.map())
-    sized = method(few, step.place, plan, heads).size is not None
+    sized = method(few, step, heads).size is not None
     if sized:  # then most of the steps get tokens that have one
         few = replace(few, size=torch.ones_like(few.index, dtype=torch.float32))
 
     def call() -> None:
-        out = method(few, step.place, plan, heads)
+        out = method(few, step, heads)
         if places is not None:
             tower.placed(places, out.index)
 

@@ -15,7 +15,8 @@ from tntprune.backbones.attach import base_of, device_of
 from tntprune.backbones.base import find_backbone
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import Config
-from tntprune.methods.schedule import Place, Step, schedule
+from tntprune.methods.schedule import schedule
+from tntprune.methods.steps import Place, Step
 from tntprune.search.costs import Line, Part, StepCost, kind, step_name, timed_options
 from tntprune.serialization.fingerprint import identity
 from tntprune.system.environment import surroundings

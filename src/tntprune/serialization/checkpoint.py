@@ -16,7 +16,7 @@ from tntprune.backbones.classnames import packed_names
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import Combination, Config, from_dict, implementation, options, to_dict
 from tntprune.methods.base import Method
-from tntprune.methods.learned import inherit, missing_in, with_dimension
+from tntprune.methods.learned import inherit, missing_in, renamed, with_dimension
 from tntprune.serialization.fingerprint import identity, warn_of_others
 from tntprune.serialization.hub import download
 from tntprune.serialization.plan import Plan, is_plan, read_plan
@@ -158,7 +158,12 @@ def load_(model: Model, source: str | Path | Plan, *more: Config, revision: str 
     if isinstance(source, Plan):
         if revision is not None:
             raise UsageError(f"revision={revision!r} of a plan in memory; expected a Hub id, or no revision")
-        config, tensors, path, about = source.config, source.learned, Path("the plan"), source.entries()
+        config, tensors, path, about = (
+            source.config,
+            renamed(source.config, source.learned),
+            Path("the plan"),
+            source.entries(),
+        )
     else:
         config, tensors, path = read(source, model, revision)
         about = _about(path)
@@ -236,8 +241,8 @@ def read(
         raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
     tensors = read_plan(path).learned if is_plan(path) else read_weights(path)
     tensors.pop(EMPTY, None)
-    tensors = {name: with_dimension(value) for name, value in tensors.items()}
-    return from_dict(_parse(path, about["config"])), tensors, path
+    config = from_dict(_parse(path, about["config"]))
+    return config, renamed(config, {name: with_dimension(value) for name, value in tensors.items()}), path
 
 
 def made_by(path: Path) -> tuple[str, bool]:

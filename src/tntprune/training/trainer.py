@@ -23,6 +23,7 @@ from tntprune.system.distributed import ALONE, World
 from tntprune.system.precision import DTYPES, unfused
 from tntprune.training.config import RANK, RATE, Training
 from tntprune.training.drop_path import Depth
+from tntprune.training.frozen_pass import run_both
 from tntprune.training.gradients import together
 from tntprune.training.learning import learned_parameters, weights_of
 from tntprune.training.learning import learning as learning
@@ -264,7 +265,7 @@ class Trainer:
         """What the unpruned model says, if anyone wants to know, and what the reduced one says."""
         if self.twice:
             tower: Any = tower_of(self.model)
-            whole, left = tower.twice(images, self.judges, self.narrow)
+            whole, left = run_both(tower, images, self.judges, self.narrow)
             with torch.no_grad():
                 teacher = None if whole is None else self.backbone.judge(self.model, whole)
             return teacher, self.backbone.judge(self.model, left)

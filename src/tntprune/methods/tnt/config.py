@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tntprune.methods.checks import as_tuple, check, check_flags, check_words, is_int, is_number
 from tntprune.methods.config import Config, option
-from tntprune.methods.schedule import Place, Step, Turn
+from tntprune.methods.steps import Place, Step, Turn
 
 # The rows of the design's table: what each recipe fills in where an option is None.
 MAX_HIDDEN = 65536  # as wide as no embedding is
@@ -16,15 +16,15 @@ MAX_BETA = 1e6  # times the unit of the noise
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {
         "noise_at": "all", "capacity": "one", "noise_scale": "one", "stream_norm": True, "beta": 0.02,
-        "score_norm": False, "objective": "ce", "how": "drop", "rehearsal": 0.0,
+        "score_norm": False, "objective": "ce", "how": "drop", "prune_prob": 0.0,
     },
     "relative": {
         "noise_at": "one", "capacity": "drawn", "noise_scale": "rms", "stream_norm": False, "beta": 1.0,
-        "score_norm": True, "objective": "kl", "how": "drop", "rehearsal": 0.0,
+        "score_norm": True, "objective": "kl", "how": "drop", "prune_prob": 0.0,
     },
     "merge": {
         "noise_at": "one", "capacity": "drawn", "noise_scale": "image", "stream_norm": False, "beta": 0.5,
-        "score_norm": True, "objective": "kl", "how": "merge", "rehearsal": 0.4,
+        "score_norm": True, "objective": "kl", "how": "merge", "prune_prob": 0.4,
     },
 }  # fmt: skip
 
@@ -44,10 +44,10 @@ class TNT(Config):
         inside: Act between a block's attention and its MLP, in training too, instead of after the block.
         metric: What is compared where tokens are merged: the tokens, "x", or the "mean" over heads of the keys of the
             block's attention, which is cheaper.
-        relevance: Where tokens are merged, those stay that are worth most: the distance from the most similar token of
-            a higher score, 1 - cosine, times exp(relevance * the score, standardised in its image), times the number
-            of patches that it stands for to the power of `crowding`.
-        crowding: See `relevance`.
+        score_weight: Where tokens are merged, the most important stay. Importance is the distance from the most similar
+            token of a higher score, 1 - cosine, times exp(score_weight * the score, standardised in its image), times
+            the number of patches that it stands for to the power of `size_weight`.
+        size_weight: See `score_weight`.
         proportional: Merged tokens count in attention by their size, to a power that is learned for each block.
         similar: Tokens dropped for being similar to a kept one; 0 turns the step off. Where fewer can go (at most
             as many as stay), fewer go: the number that stays is always what `keep` or `tokens` says.
@@ -75,17 +75,19 @@ class TNT(Config):
         score_norm: Scores are computed from a non-affine LayerNorm of the tokens.
         objective: "ce", cross-entropy to the labels (of the CLS head alone on distilled models), or "kl", divergence
             from the unpruned model, which needs no labels.
-        rehearsal: Share of the batches in training, drawn, in which there is no noise and tokens go as they do at test
+        prune_prob: Share of the batches in training, drawn, in which there is no noise and tokens go as they do at test
             time, each time another share of them; at all locations at once, where noise may be at one of them.
     """
 
     method = "tnt"
+    renamed = {"rehearsal": "prune_prob", "relevance": "score_weight", "crowding": "size_weight"}  # noqa: RUF012
+    renamed_parameters = {"weights": "merge_weights", "fades": "merge_gates", "lifts": "norm_corrections"}  # noqa: RUF012
 
     how: Literal["drop", "merge"] | None = option(None, "drop what does not stay, or merge it into what does")
     inside: bool = option(False, "act between attention and MLP, or after the block", learned=True)
     metric: Literal["x", "mean"] = option("x", "compare tokens, or the mean of the heads' keys")
-    relevance: float = option(0.5, "weight of the score beside likeness, where tokens are merged")
-    crowding: float = option(1.0, "weight of the size of what was merged before")
+    score_weight: float = option(0.5, "weight of the score beside likeness, where tokens are merged")
+    size_weight: float = option(1.0, "weight of the size of what was merged before")
     proportional: bool = option(True, "let merged tokens count in attention by their size")
     similar: int = option(0, "tokens removed for being similar to a kept one")
     similar_at: Literal["score", "start"] | None = option(None, "remove similar tokens after the score or at the start")
@@ -107,7 +109,7 @@ class TNT(Config):
     beta: float | None = option(None, "standard deviation of the noise")
     score_norm: bool | None = option(None, "score a LayerNorm of the tokens", learned=True)
     objective: Literal["ce", "kl"] | None = option(None, "train against labels, or against the unpruned model")
-    rehearsal: float | None = option(None, "share of the training's batches in which tokens really go")
+    prune_prob: float | None = option(None, "share of the training's batches in which tokens really go")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,7 +133,7 @@ class TNT(Config):
             self.hidden is None or self.scorer == "mlp", f"hidden={self.hidden}: the linear scorer has no hidden layer"
         )
         check_flags(self, "stream_norm", "score_norm", "inside", "proportional")
-        for name in ("relevance", "crowding"):
+        for name in ("score_weight", "size_weight"):
             value = getattr(self, name)
             check(is_number(value) and value >= 0, f"{name}={value}: expected a number, 0 or larger")
         none = (self.noise_scale or RECIPES[self.recipe]["noise_scale"]) == "image"  # which the mean alone can be
@@ -140,10 +142,10 @@ class TNT(Config):
             least and (self.beta or 0) <= MAX_BETA,
             f"beta={self.beta}: expected {'0 or more' if none else 'above 0'}, and at most {MAX_BETA:g}",
         )
-        over = self.rehearsal is None or (is_number(self.rehearsal) and 0 <= self.rehearsal < 1)
-        check(over, f"rehearsal={self.rehearsal}: expected a share from 0 to below 1")
-        lost = bool(self.rehearsal) and not self.merges
-        check(not lost, f"rehearsal={self.rehearsal}: nothing is learned from dropping; expected 0, or how='merge'")
+        over = self.prune_prob is None or (is_number(self.prune_prob) and 0 <= self.prune_prob < 1)
+        check(over, f"prune_prob={self.prune_prob}: expected a share from 0 to below 1")
+        lost = bool(self.prune_prob) and not self.merges
+        check(not lost, f"prune_prob={self.prune_prob}: nothing is learned from dropping; expected 0, or how='merge'")
         check(
             not (self.similar and self.how == "merge"),
             f"similar={self.similar}: with how='merge' what is similar is merged already; expected similar=0, or "
@@ -170,7 +172,7 @@ class TNT(Config):
         """The same config with every None that the recipe fills in filled in."""
         gaps = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
         if not self.merges:
-            gaps["rehearsal"] = 0.0  # nothing is learned from dropping
+            gaps["prune_prob"] = 0.0  # nothing is learned from dropping
         return replace(self, **{**gaps, "how": self.what, "similar_at": self.similar_when})
 
     def noisy(self, depth: int) -> tuple[int, ...]:

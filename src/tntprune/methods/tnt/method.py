@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tntprune.errors import UsageError
-from tntprune.methods.base import Layout, Method, Plan, top
+from tntprune.methods.base import Layout, ScoringMethod, top
 from tntprune.methods.layers import Affine
-from tntprune.methods.schedule import Place, Step
+from tntprune.methods.steps import Place, Plan, Step
 from tntprune.methods.tnt.config import TNT
 from tntprune.ops.attention import Heads, log_size
 from tntprune.ops.merging import choose, fold, standardised
@@ -50,7 +50,7 @@ def one_each(blocks: Sequence[int], value: float) -> nn.ParameterDict:
     return nn.ParameterDict({str(block): torch.full((1,), value) for block in blocks})
 
 
-class TrainingNoise(Method):
+class TrainingNoise(ScoringMethod):
     """TNT on one backbone: noise while the module is in training mode, and fewer tokens otherwise."""
 
     trains = True
@@ -78,23 +78,31 @@ class TrainingNoise(Method):
         hidden = (config.hidden or 2 * width,) if config.scorer == "mlp" else ()
         generator = torch.Generator().manual_seed(0)
         self.scorers = nn.ModuleDict({str(block): Scorer((width, *hidden, 1), generator) for block in blocks})
-        for step in self._own.values():
+        for step in self._steps:
             if step.leaving < step.ranked:
                 self.register_buffer(f"order{step.ranked}", order(step.ranked, config.order), persistent=False)
         if config.merges:
-            self.weights = one_each(blocks, 0.4)  # of a score in means
-            self.fades = one_each(blocks, 1.5)  # how fast tokens count less the less they are like what they go into
-            self.lifts = one_each(blocks, 1.4)  # how far means are made as long as what they are of
+            self.merge_weights = one_each(blocks, 0.4)  # of a score in means
+            self.merge_gates = one_each(
+                blocks, 1.5
+            )  # how fast tokens count less the less they are like what they go into
+            self.norm_corrections = one_each(blocks, 1.4)  # how far means are made as long as what they are of
             self.powers = nn.Parameter(torch.full((layout.depth,), 0.6))  # of a size in each block's attention
-        self.proportional = config.merges and config.proportional
+
+    @property
+    def proportional(self) -> bool:  # type: ignore[override]
+        """Whether merged tokens count in attention by their size."""
+        return self.config.merges and self.config.proportional
 
     def plan(self, patches: int) -> Plan:
-        """In training, where there is noise in this pass, or where tokens go while that is rehearsed.
+        """Return in training where there is noise in this pass, or where tokens really go.
 
         Draws are made on the CPU, which no device has to wait for.
         """
-        if not self.training:
-            return super().plan(patches)
+        return self.planned(self.training_steps(patches)) if self.training else super().plan(patches)
+
+    def training_steps(self, patches: int) -> Sequence[Step]:
+        """Draw the steps of a training pass. A step from which nothing goes is one with noise."""
         noisy = [Place(int(block), self.config.inside) for block in self.scorers]
         if self.layout.pool == "token":  # nothing reads patches behind the last block's attention
             noisy = [place for place in noisy if place.block < self.layout.depth]
@@ -103,20 +111,21 @@ class TrainingNoise(Method):
                 f"at={self.layout.depth}: nothing reads patch tokens behind the last block's attention, so nothing is "
                 "learned there; expected an earlier block among the locations, or among noise_blocks"
             )
-        assert self.options.rehearsal is not None  # the recipe has filled it in
-        if self.options.noise_at == "all" and not self.options.rehearsal:
-            return {place: Step(place, patches, patches, patches) for place in noisy}
+        pruned = self.options.prune_prob
+        assert pruned is not None  # the recipe has filled it in
+        if self.options.noise_at == "all" and not pruned:
+            return [Step(place, patches, patches, patches) for place in noisy]
         drawn = noisy[int(torch.randint(len(noisy), (), device="cpu"))]
-        if self.options.rehearsal and float(torch.rand((), device="cpu")) < self.options.rehearsal:
+        if pruned and float(torch.rand((), device="cpu")) < pruned:
             several = self.config.places(self.layout.depth)
-            if plan := self.rehearsed(several if len(several) > 1 else (drawn,), patches):
-                return plan
+            if steps := self.pruning_steps(several if len(several) > 1 else (drawn,), patches):
+                return steps
         if self.options.noise_at == "one":
             noisy = [drawn]
-        return {place: Step(place, patches, patches, patches) for place in noisy}
+        return [Step(place, patches, patches, patches) for place in noisy]
 
-    def rehearsed(self, places: Sequence[Place], patches: int) -> Plan:
-        """Steps to a drawn share of all tokens in the end, of which each place keeps an equal share."""
+    def pruning_steps(self, places: Sequence[Place], patches: int) -> list[Step]:
+        """Draw the share of tokens that are left in the end, of which each place keeps an equal share."""
         final = math.exp(float(torch.empty((), device="cpu").uniform_(math.log(0.08), math.log(0.7))))
         steps, count = [], patches
         for number, place in enumerate(places, 1):
@@ -124,30 +133,29 @@ class TrainingNoise(Method):
             if stay < count:
                 steps.append(Step(place, count, stay, stay))
             count = stay
-        return {step.place: step for step in steps}
+        return steps
 
-    def sees(self, block: int, plan: Plan) -> Literal["", "heads", "map"]:
-        step = plan.get(Place(block, self.config.inside))
-        return "heads" if self.config.reads and step is not None and step.leaving < step.entering else ""
+    def sees(self, step: Step) -> Literal["", "heads", "map"]:
+        return "heads" if self.config.reads and step.leaving < step.entering else ""
 
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         if tokens.size is None or not self.proportional:
             return None
         return log_size(tokens.size, tokens.prefix, self.powers[block - 1].float())
 
-    def score(self, tokens: Tokens, block: int) -> torch.Tensor:
-        """Raw scores (B, n) in fp32 whatever the precision around them; relevance alpha is their softmax (Eq. 4)."""
+    def score(self, tokens: Tokens, heads: Heads | None = None) -> torch.Tensor:
+        """Return scores (B, n) in fp32 whatever the precision around them; relevance alpha is their softmax (Eq. 4)."""
         with torch.autocast(tokens.x.device.type, enabled=False):
             x = tokens.patches.float()
             if self.options.score_norm:
                 x = F.layer_norm(x, x.shape[-1:], eps=1e-6)
-            score: torch.Tensor = self.scorers[str(block)](x)
+            score: torch.Tensor = self.scorers[str(tokens.block)](x)
         return score
 
-    def add_noise(self, tokens: Tokens, block: int) -> Tokens:
+    def add_noise(self, tokens: Tokens) -> Tokens:
         """x_i + beta * s_i * (1 - min(1, c * alpha_i)) * eps_i on patch tokens (Eq. 5, generalised)."""
         options = self.options
-        alpha = self.score(tokens, block).softmax(1)  # (B, n)
+        alpha = self.score(tokens).softmax(1)  # (B, n)
         noise = 1 - (self.capacity(tokens) * alpha).clamp(max=1)
         x = F.layer_norm(tokens.x, tokens.x.shape[-1:], eps=1e-6) if options.stream_norm else tokens.x
         prefix, patches = x[:, : tokens.prefix], x[:, tokens.prefix :]
@@ -172,32 +180,32 @@ class TrainingNoise(Method):
             return tokens.count * torch.empty((), device=tokens.x.device).uniform_(0.1, 0.9)
         return tokens.count * share  # type: ignore[operator]
 
-    def reduce(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
+    def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
         if step.leaving == step.entering:
-            return self.add_noise(tokens, step.place.block)
+            return self.add_noise(tokens)
         if self.config.merges:
             return self.merge(tokens, step, heads)
         if self.training or step.place.block in self.config.locations:
-            tokens = take(tokens, top(self.score(tokens, step.place.block), step.ranked))  # the best first
+            tokens = take(tokens, top(self.score(tokens), step.ranked))  # the best first
         if step.leaving < step.ranked:
             groups = self.groups(step.ranked, tokens.x.device)
             tokens = remove_similar(tokens, step.ranked - step.leaving, groups, self.config.similar_how == "merge")
         return tokens
 
     def merge(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
-        """Fewer tokens, each with what went folded in; while it is rehearsed, gradients reach all that is learned."""
-        score = standardised(self.score(tokens, step.place.block))
+        """Fewer tokens, each with what went folded in; in training, gradients reach all that is learned."""
+        score = standardised(self.score(tokens))
         compared = tokens.patches
         if self.config.metric == "mean":
             assert heads is not None
             compared = heads.key[:, :, tokens.prefix :].float().mean(1)  # (B, n, head_dim)
         config, block = self.config, str(step.place.block)
         stay, go, target, likeness = choose(
-            score, compared, tokens.size, step.leaving, config.relevance, config.crowding
+            score, compared, tokens.size, step.leaving, config.score_weight, config.size_weight
         )
-        share = (self.fades[block].float().clamp(min=0) * (likeness - 1)).exp()
-        weight = (self.weights[block].float() * score).exp()
-        return fold(tokens, stay, go, target, weight, share, self.lifts[block].float().clamp(min=0))
+        share = (self.merge_gates[block].float().clamp(min=0) * (likeness - 1)).exp()
+        weight = (self.merge_weights[block].float() * score).exp()
+        return fold(tokens, stay, go, target, weight, share, self.norm_corrections[block].float().clamp(min=0))
 
     def groups(self, count: int, device: torch.device) -> torch.Tensor:
         """The order (count,) whose first half is the group that loses tokens."""
