@@ -63,7 +63,9 @@ def main(model: str = "vit_tiny_patch16_224", each: bool = False) -> None:
     images = torch.randn(1, 3, *built.patch_embed.img_size)
     for name, config in CONFIGS.items():
         found = calls(reduce_(built, config), images)
-        print(f"{name}: {found.total()} calls of {len(found)} functions in {len({k.split(':')[0] for k in found})} files")
+        print(
+            f"{name}: {found.total()} calls of {len(found)} functions in {len({k.split(':')[0] for k in found})} files"
+        )
         if each:
             print(*(f"  {count:4} {function}" for function, count in found.most_common()), sep="\n")
 

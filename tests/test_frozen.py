@@ -1,8 +1,8 @@
 """Results that must stay the same, bit for bit, while the code around them is moved: digests of every method on every
 kind of backbone, and of short trainings.
 
-Digests depend on the processor's vector instructions and on torch's version, so they are compared only where `frozen.json`
-has both. After a change that is meant to change results: `TNTPRUNE_FREEZE=1 pytest tests/test_frozen.py`.
+Digests depend on the processor's vector instructions and on torch's version, so they are compared only where
+`frozen.json` has both. After a change that is meant to change results: `TNTPRUNE_FREEZE=1 pytest tests/test_frozen.py`.
 """
 
 from __future__ import annotations

@@ -104,6 +104,7 @@ class Reduced:
     blocks: nn.Sequential
     num_prefix_tokens: int
     grad_checkpointing: bool
+    takes_mask = False  # whether the plain blocks take a bias of the keys as `attn_mask`
 
     def __prepare_scriptable__(self) -> Any:
         """Refuse `torch.jit.script`, which asks for this.
@@ -141,11 +142,23 @@ class Reduced:
         """Return the arguments that one block takes besides the tokens; with `inside` it may take more."""
         return {}
 
-    def run(self, number: int, x: torch.Tensor, places: Any, inside: Inside | None = None) -> torch.Tensor:
-        """Call one block, (B, n, D) to (B, m, D); with `inside` a reduction acts in it, or sees its attention."""
-        context = self.context(number, places, inside is not None)
+    def run(
+        self, number: int, x: torch.Tensor, places: Any, inside: Inside | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Call one block, (B, n, D) to (B, m, D).
+
+        Args:
+            number: The block's, from 1.
+            x: The tokens.
+            places: What the block needs to know of their places; None if nothing.
+            inside: What a reduction does in it, or sees of it.
+            bias: Added to the logits of each key, where `takes_mask`, and without `inside`.
+        """
+        context: dict[str, Any] = {} if places is None else self.context(number, places, inside is not None)
         if inside is not None:
             context["inside"] = inside
+        elif bias is not None:
+            context["attn_mask"] = bias.to(x.dtype)
         return self.blocks[number - 1](x, **context)  # type: ignore[no-any-return]
 
     def opened(self, number: int) -> OpenBlock:
@@ -312,16 +325,18 @@ class Reduced:
         if trace is not None:
             trace.count(tokens)
         bias = self.reduction.bias(tokens, number) if plan.biased else None
-        if plan.sees or plan.inside is not None or bias is not None:
+        if plan.sees or plan.inside is not None or (bias is not None and not self.takes_mask):
             inside = Acting(tokens, self.reduction, number, plan, bias, trace)
-            x = self.run(number, tokens.x, places, inside)
+            x, heads = self.run(number, tokens.x, places, inside), inside.heads
             assert inside.tokens is not None
             out = replace(inside.tokens, x=x)
-            return out, self.leave(out, plan, inside.heads)
-        out = replace(tokens, x=self.run(number, tokens.x, places), block=number)
-        if trace is not None:
-            trace.count(out)
-        return out, self.leave(out, plan, None)
+        else:
+            x, heads = self.run(number, tokens.x, places, bias=bias), None
+            out = replace(tokens, x=x, block=number)
+            if trace is not None:
+                trace.count(out)
+        idle = plan.after is None and not plan.watchers
+        return out, out if idle else self.leave(out, plan, heads)
 
     def leave(self, tokens: Tokens, plan: BlockPlan, heads: Heads | None) -> Tokens:
         """Do what is to be done to the tokens that leave a block."""

@@ -5,7 +5,7 @@ Source: Bolya et al., "Token Merging: Your ViT But Faster", ICLR 2023, section 3
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -121,10 +121,9 @@ class TokenMerging(Method):
 
     config: ToMe
 
-    @property
-    def proportional(self) -> bool:  # type: ignore[override]
-        """Whether merged tokens count in attention by their size."""
-        return self.config.proportional
+    def __init__(self, config: ToMe, layout: Layout) -> None:
+        super().__init__(config, layout)
+        self.proportional = config.proportional
 
     def sees(self, step: Step) -> Literal["", "heads", "map"]:
         return "heads" if self.config.metric != "x" else ""
@@ -182,10 +181,11 @@ def match(x: torch.Tensor, gone: int, odd: int) -> tuple[torch.Tensor, ...]:
     return 2 * stay + odd, into, 2 * go + odd, best.gather(1, go)
 
 
-def _passes(step: Step) -> Iterator[tuple[int, int]]:
-    """Tokens that arrive and tokens that go, pass by pass: at most half of them, as published, which A always holds."""
-    count = step.entering
+def _passes(step: Step) -> list[tuple[int, int]]:
+    """Return the tokens that arrive and go, pass by pass: at most half, as published, which A always holds."""
+    passes, count = [], step.entering
     while count > step.leaving:
         gone = min(count - step.leaving, count // 2)
-        yield count, gone
+        passes.append((count, gone))
         count -= gone
+    return passes

@@ -26,7 +26,8 @@ def nearest(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, to
     Returns:
         (B, a), the cosine, and (B, a), where in `second` the match is.
     """
-    first, second = (F.normalize(x.detach().float(), dim=-1) for x in (first, second))
+    first = F.normalize(first.detach().float(), dim=-1)
+    second = F.normalize(second.detach().float(), dim=-1)
     with torch.autocast(first.device.type, enabled=False):
         closest, match = (first @ second.transpose(1, 2)).max(2)  # of (B, a, b)
     return closest, match

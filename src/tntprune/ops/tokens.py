@@ -74,14 +74,14 @@ def pick(values: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
 
 def ranking(values: torch.Tensor, descending: bool = False) -> torch.Tensor:
     """Return the positions (B, n) of values (B, n) in ascending or descending order; equal ones stay in their order."""
-    if written_as_onnx():
+    if torch.compiler.is_exporting() and written_as_onnx():
         return values.topk(values.shape[1], dim=1, largest=descending).indices
     return values.argsort(dim=1, descending=descending, stable=True)
 
 
 def in_order(positions: torch.Tensor) -> torch.Tensor:
     """Return positions (B, k) in ascending order."""
-    if written_as_onnx():
+    if torch.compiler.is_exporting() and written_as_onnx():
         return positions.topk(positions.shape[1], dim=1, largest=False).values
     return positions.sort(1).values
 

@@ -127,7 +127,9 @@ class ReducedTower(ReducedModel, Reduced):
     def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
         return self.embeddings(images, **(options or self.anatomy.options(self, images))), None
 
-    def run(self, number: int, x: torch.Tensor, places: Any, inside: Inside | None = None) -> torch.Tensor:
+    def run(
+        self, number: int, x: torch.Tensor, places: Any, inside: Inside | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if inside is None:
             return self.blocks[number - 1](x, None)  # type: ignore[no-any-return]
         return self.blocks[number - 1](x, None, inside=inside)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from timm.models.beit import Attention, Beit, Block
 
 from tntprune.backbones.blocks import Inside
 from tntprune.backbones.timm.base import ReducedTimm, Timm
-from tntprune.backbones.timm.block import OpenAttention, PreNorm, heads_of
+from tntprune.backbones.timm.block import OpenAttention, PreNormGamma, heads_of
 from tntprune.ops.attention import Heads
 
 
@@ -32,7 +32,7 @@ class Pairs(NamedTuple):
     rows: torch.Tensor | None = None
 
 
-class OpenBeitBlock(PreNorm, Block):  # type: ignore[misc]
+class OpenBeitBlock(PreNormGamma, Block):  # type: ignore[misc]
     """A Block with a reduction inside it."""
 
 
@@ -79,7 +79,10 @@ class ReducedBeit(ReducedTimm, Beit):  # type: ignore[misc]
             return {"shared_rel_pos_bias": None}
         return {"shared_rel_pos_bias": places.shared, **({"rows": places.rows} if opened else {})}
 
-    def run(self, number: int, x: torch.Tensor, places: Pairs | None, inside: Inside | None = None) -> torch.Tensor:
+    def run(
+        self, number: int, x: torch.Tensor, places: Pairs | None, inside: Inside | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         own: Any = self.blocks[number - 1].attn
         gathered = places is not None and places.rows is not None and own.relative_position_bias_table is not None
         if inside is None and gathered:

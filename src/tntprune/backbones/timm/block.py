@@ -21,22 +21,35 @@ Turn = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PreNorm(OpenBlock):
-    """A block with `norm1`, `attn`, `norm2` and `mlp`, whose norms come before attention and MLP."""
+    """A block with `norm1`, `attn`, `ls1`, `norm2`, `mlp` and `ls2`, whose norms come before attention and MLP."""
+
+    def attention_half(self: Any, x: torch.Tensor, inside: Inside, **context: Any) -> torch.Tensor:
+        out = self.drop_path1(self.ls1(self.attn(self.norm1(x), inside=inside, **context)))
+        return (x if inside.queries is None else inside.asking(x)) + out  # type: ignore[no-any-return]
+
+    def mlp_half(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+class PreNormGamma(OpenBlock):
+    """The same, with LayerScale as the parameters `gamma_1` and `gamma_2`, which may be None."""
 
     def attention_half(self: Any, x: torch.Tensor, inside: Inside, **context: Any) -> torch.Tensor:
         out = self.attn(self.norm1(x), inside=inside, **context)
-        return inside.asking(x) + self.drop_path1(_scale(self, 1, out))  # type: ignore[no-any-return]
+        out = self.drop_path1(out if self.gamma_1 is None else self.gamma_1 * out)
+        return (x if inside.queries is None else inside.asking(x)) + out  # type: ignore[no-any-return]
 
     def mlp_half(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop_path2(_scale(self, 2, self.mlp(self.norm2(x))))  # type: ignore[no-any-return]
+        out = self.mlp(self.norm2(x))
+        return x + self.drop_path2(out if self.gamma_2 is None else self.gamma_2 * out)  # type: ignore[no-any-return]
 
 
 class PostNorm(OpenBlock):
     """A block with `norm1`, `attn`, `norm2` and `mlp`, whose norms come after attention and MLP."""
 
     def attention_half(self: Any, x: torch.Tensor, inside: Inside, **context: Any) -> torch.Tensor:
-        out = self.attn(x, inside=inside, **context)
-        return inside.asking(x) + self.drop_path1(self.norm1(out))  # type: ignore[no-any-return]
+        out = self.drop_path1(self.norm1(self.attn(x, inside=inside, **context)))
+        return (x if inside.queries is None else inside.asking(x)) + out  # type: ignore[no-any-return]
 
     def mlp_half(self: Any, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop_path2(self.norm2(self.mlp(x)))  # type: ignore[no-any-return]
@@ -53,7 +66,7 @@ class OpenAttention:
         """Run the attention: as the plain class does, or shown to a reduction."""
         if inside is None:
             return super().forward(x, *args, **context)  # type: ignore[misc, no-any-return]
-        return _project(self, inside.attend(self.heads(x, inside.bias, **context)), inside.asking(x))
+        return _project(self, inside.attend(self.heads(x, inside.bias, **context)), x, inside)
 
 
 def heads_of(attention: Any, x: torch.Tensor, bias: torch.Tensor | None, turn: Turn | None = None) -> Heads:
@@ -65,7 +78,14 @@ def heads_of(attention: Any, x: torch.Tensor, bias: torch.Tensor | None, turn: T
         bias: For `Heads`.
         turn: What is done to queries and to keys by their place, if anything.
     """
-    query, key, value = _projected(attention, x)
+    width = attention.proj.in_features // attention.num_heads
+    if attention.qkv is None:
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, value = (part(x).unflatten(2, (-1, width)).transpose(1, 2) for part in parts)
+    else:
+        qkv = _qkv(attention, x) if getattr(attention, "q_bias", None) is not None else attention.qkv(x)
+        qkv = qkv.reshape(x.shape[0], x.shape[1], 3, attention.num_heads, width)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     if hasattr(attention, "q_norm"):
         query, key = attention.q_norm(query), attention.k_norm(key)
     if turn is not None:
@@ -79,43 +99,24 @@ def heads_of(attention: Any, x: torch.Tensor, bias: torch.Tensor | None, turn: T
     )
 
 
-def _projected(attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(B, n, D) to (B, heads, n, head_dim) three times; of keys and values there may be fewer heads."""
-    width = attention.proj.in_features // attention.num_heads
-    if attention.qkv is None:
-        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        return tuple(part(x).unflatten(2, (-1, width)).transpose(1, 2) for part in parts)
-    query_bias = getattr(attention, "q_bias", None)
-    if query_bias is None:
-        qkv = attention.qkv(x)
-    else:
-        bias = torch.cat([query_bias, attention.k_bias, attention.v_bias])
-        if attention.qkv_bias_separate:
-            qkv = attention.qkv(x) + bias
-        else:
-            qkv = F.linear(x, attention.qkv.weight, bias)
-    qkv = qkv.reshape(x.shape[0], x.shape[1], 3, attention.num_heads, width).permute(2, 0, 3, 1, 4)
-    return qkv.unbind(0)  # type: ignore[no-any-return]
+def _qkv(attention: Any, x: torch.Tensor) -> torch.Tensor:
+    """Project (B, n, D) to queries, keys and values, whose biases are parameters of their own."""
+    bias = torch.cat([attention.q_bias, attention.k_bias, attention.v_bias])
+    if attention.qkv_bias_separate:
+        return attention.qkv(x) + bias  # type: ignore[no-any-return]
+    return F.linear(x, attention.qkv.weight, bias)
 
 
-def _project(attention: Any, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _project(attention: Any, out: torch.Tensor, x: torch.Tensor, inside: Inside) -> torch.Tensor:
     """What the heads give, (B, heads, n, head_dim), to (B, n, D); `x` is what went into the attention."""
     out = out.transpose(1, 2).flatten(2)  # (B, n, heads * head_dim)
     norm, gate = getattr(attention, "norm", None), getattr(attention, "gate", None)  # newer timm has the gate
     if norm is not None:
         out = norm(out)
     if gate is not None:
-        out = out * gate(x).sigmoid()
+        out = out * gate(inside.asking(x)).sigmoid()
     projected: torch.Tensor = attention.proj_drop(attention.proj(out))
     return projected
-
-
-def _scale(block: Any, half: int, x: torch.Tensor) -> torch.Tensor:
-    """LayerScale, where there is any."""
-    if hasattr(block, f"ls{half}"):
-        return getattr(block, f"ls{half}")(x)  # type: ignore[no-any-return]
-    gamma = getattr(block, f"gamma_{half}")
-    return x if gamma is None else gamma * x
 
 
 def block_cost(block: Any, width: int) -> BlockCost:

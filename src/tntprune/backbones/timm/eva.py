@@ -15,7 +15,7 @@ from timm.layers import AttentionRope, apply_rot_embed_cat
 from timm.models.eva import Eva, EvaAttention, EvaBlock, EvaBlockPostNorm
 
 from tntprune.backbones.timm.base import ReducedTimm, Timm
-from tntprune.backbones.timm.block import OpenAttention, PostNorm, PreNorm, heads_of
+from tntprune.backbones.timm.block import OpenAttention, PostNorm, PreNormGamma, heads_of
 from tntprune.ops.attention import Heads
 
 ROPES = ("RotaryEmbeddingCat", "RotaryEmbeddingDinoV3", "RotaryEmbeddingMixed", "RotaryEmbeddingMRope")
@@ -36,7 +36,7 @@ class Turns(NamedTuple):
     row: torch.Tensor | None = None
 
 
-class OpenEvaBlock(PreNorm, EvaBlock):  # type: ignore[misc]
+class OpenEvaBlock(PreNormGamma, EvaBlock):  # type: ignore[misc]
     """An EvaBlock with a reduction inside it."""
 
 
@@ -64,6 +64,8 @@ class OpenAttentionRope(_OpenRope, AttentionRope):  # type: ignore[misc]
 
 class ReducedEva(ReducedTimm, Eva):  # type: ignore[misc]
     """An Eva whose forward drops or merges tokens."""
+
+    takes_mask = True
 
     def embed(self: Any, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Turns | None]:
         x, rope = self._pos_embed(self.patch_embed(images))  # in training the rope may be another one at each call

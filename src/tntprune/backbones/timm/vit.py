@@ -32,6 +32,8 @@ class OpenViTAttention(OpenAttention, Attention):  # type: ignore[misc]
 
 
 class _ReducedViT(ReducedTimm):
+    takes_mask = True
+
     def embed(self: Any, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
         return self.norm_pre(self._pos_embed(self.patch_embed(images))), None
 

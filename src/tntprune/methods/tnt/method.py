@@ -59,6 +59,8 @@ class TrainingNoise(ScoringMethod):
     def __init__(self, config: TNT, layout: Layout) -> None:
         super().__init__(config, layout)
         self.options = config.resolved
+        self.merges = config.merges
+        self.proportional = config.merges and config.proportional
         self.ce, self.kl = (1.0, 0.0) if self.options.objective == "ce" else (0.0, 1.0)
         blocks = config.noisy(layout.depth)
         for block in blocks:
@@ -88,11 +90,6 @@ class TrainingNoise(ScoringMethod):
             )  # how fast tokens count less the less they are like what they go into
             self.norm_corrections = one_each(blocks, 1.4)  # how far means are made as long as what they are of
             self.powers = nn.Parameter(torch.full((layout.depth,), 0.6))  # of a size in each block's attention
-
-    @property
-    def proportional(self) -> bool:  # type: ignore[override]
-        """Whether merged tokens count in attention by their size."""
-        return self.config.merges and self.config.proportional
 
     def plan(self, patches: int) -> Plan:
         """Return in training where there is noise in this pass, or where tokens really go.
@@ -183,7 +180,7 @@ class TrainingNoise(ScoringMethod):
     def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
         if step.leaving == step.entering:
             return self.add_noise(tokens)
-        if self.config.merges:
+        if self.merges:
             return self.merge(tokens, step, heads)
         if self.training or step.place.block in self.config.locations:
             tokens = take(tokens, top(self.score(tokens), step.ranked))  # the best first
