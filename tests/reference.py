@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,22 @@ def first_half(model, number: int, x: torch.Tensor, places=None, bias: torch.Ten
 def in_halves(model, number: int, x: torch.Tensor, places=None, bias: torch.Tensor | None = None):
     """The tokens that leave one block, which is run half by half."""
     return tower_of(model).opened(number).mlp_half(first_half(model, number, x, places, bias)[0])
+
+
+def act(method, tokens, place, plan, heads=None):
+    """What a method does at one place of a plan, as the walk does it."""
+    block = plan[place.block]
+    tokens = replace(tokens, block=place.block)
+    if not place.inside:
+        for number in block.watchers:
+            tokens = method.member(number).watch(tokens, heads)
+    step = block.inside if place.inside else block.after
+    return tokens if step is None else method(tokens, step, heads)
+
+
+def by_place(steps):
+    """Steps by where they are."""
+    return {step.place: step for step in steps}
 
 
 def layer_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

@@ -11,7 +11,7 @@ from fvcore.nn import FlopCountAnalysis
 import tntprune
 from configs import stirred
 from hf_models import CLASSIFIERS, KINDS, WHOLE, call, make, photos_for, run, transformers, used
-from reference import in_halves
+from reference import by_place, in_halves
 from tntprune import ATS, TNT, DynamicViT, EViT, Random, ToMe
 from tntprune.backbones.attach import base_of, is_reduced, reduction_of
 from tntprune.backbones.base import find_backbone, tower_of
@@ -94,7 +94,7 @@ def test_kept_patches_are_unique_in_range_and_counted(each, config):
     model, images = make(each), photos_for(each)
     stirred(model, config)
     layout = reduction_of(model).layout
-    plan = reduction_of(model).plan(layout.patches)
+    plan = by_place(reduction_of(model).steps(layout.patches))
     with tntprune.record(model) as trace:
         run(model, images)
     if config.variable:
@@ -244,7 +244,7 @@ def test_other_image_sizes(kind, name, size):
     with tntprune.record(model) as trace:
         assert run(model, images, **options).isfinite().all()
     patches = size[0] * size[1] // 16
-    plan = reduction_of(model).plan(patches)
+    plan = by_place(reduction_of(model).steps(patches))
     assert {b: kept.shape[1] for b, kept in trace.kept.items()} == {p.block: s.leaving for p, s in plan.items()}
     assert all(int(kept.max()) < patches for kept in trace.kept.values())
     restored = run(restore_(model), images, **options)

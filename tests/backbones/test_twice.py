@@ -17,6 +17,7 @@ from tntprune import TNT, AViT, DynamicViT, Random, ToMe, TopK, UserError, reduc
 from tntprune.backbones.attach import base_of, reduction_of
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.training.config import Training
+from tntprune.training.frozen_pass import run_for_prefix
 from tntprune.training.trainer import Trainer, learning
 
 ALWAYS = 1 - 1e-9  # of the batches are rehearsed
@@ -187,8 +188,8 @@ def test_a_block_for_prefix_tokens_alone_gives_what_the_whole_one_gives(kind):
     prefix = model.num_prefix_tokens
     with torch.inference_mode():
         tokens, places = model.enter(photos_for(model))
-        whole = model.run(4, tokens.x, places)[:, :prefix]
-        torch.testing.assert_close(model.narrowed(tokens, 4, places).x, whole, rtol=1e-5, atol=1e-6)
+        whole = model.run(len(model.blocks), tokens.x, places)[:, :prefix]
+        torch.testing.assert_close(run_for_prefix(model, tokens, places).x, whole, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("config", [TNT(at=2), DynamicViT(at=2)], ids=lambda config: config.method)

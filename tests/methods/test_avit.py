@@ -13,6 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import tntprune
 from conftest import SMALL, make, photos_for
+from reference import act
 from tntprune.backbones.attach import reduction_of
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import AViT, Random, from_dict, to_dict
@@ -171,7 +172,7 @@ def test_weights_add_up_to_one(seed, prefix, center, epsilon, pool):
     tokens = start(x, prefix, follow=True)
     plan = method.plan(9)
     for block in range(1, 4):
-        tokens = method(tokens, Place(block), plan)
+        tokens = act(method, tokens, Place(block), plan)
         alive = method.goes_on(tokens.state.total)[:, prefix:]
         if block < 3:
             assert torch.equal(tokens.size > 0, alive) and torch.equal(tokens.index >= 0, alive)
@@ -356,7 +357,7 @@ def test_a_fixed_number_with_keep_one_is_the_base_bit_for_bit():
 
 def test_equal_scores_keep_the_first_patches():
     method = AdaptiveTokens(AViT(at=1, tokens=3), layout_of()).eval()
-    tokens = method(start(torch.zeros(2, 10, 4), 1), Place(1), method.plan(9))
+    tokens = act(method, start(torch.zeros(2, 10, 4), 1), Place(1), method.plan(9))
     assert tokens.index.tolist() == [[0, 1, 2]] * 2
 
 
@@ -409,7 +410,7 @@ def test_padding_is_no_patch():
     method = AdaptiveTokens(AViT(gate_scale=1.0, gate_center=0.0), layout_of(prefix=1, patches=4)).eval()
     x = torch.full((2, 5, 4), -9.0)
     x[0, 2, 0] = x[1, 1, 0] = x[1, 3, 0] = x[1, 4, 0] = x[1, 0, 0] = 9.0  # these halt at once
-    tokens: Tokens = method(start(x, 1, follow=True), Place(1), method.plan(4))
+    tokens: Tokens = act(method, start(x, 1, follow=True), Place(1), method.plan(4))
     assert tokens.index.tolist() == [[0, 2, 3], [1, -1, -1]]
     assert tokens.size.tolist() == [[1, 1, 1], [1, 0, 0]]
     assert tokens.carrier.tolist() == [[0, -1, 1, 2], [-1, 0, -1, -1]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import make, photos_for
-from reference import first_half
+from reference import act, first_half
 from tntprune import (
     ATS,
     TNT,
@@ -62,23 +62,22 @@ def test_a_combination_is_one_after_the_other(kind, configs):
     for number, part in enumerate(apart):
         part.load_state_dict(method.parts[number].state_dict())
     steps = schedule(configs, 64, 6)
-    plans = [{s.place: s for s in steps if s.part == number} for number in range(len(configs))]
+    plans = [part.planned([s for s in steps if s.part == number]) for number, part in enumerate(apart)]
     with torch.inference_mode():
         tokens = start(model.embed(images)[0], model.num_prefix_tokens)
-        places = [Place(0)]
         for part, plan in zip(apart, plans):
-            tokens = part(tokens, places[0], plan)
+            tokens = act(part, tokens, Place(0), plan)
         for number in range(1, len(model.blocks) + 1):
             bias = next((b for b in (part.bias(tokens, number) for part in apart) if b is not None), None)
             x, heads = first_half(model, number, tokens.x, None, bias)
-            if any(part.sees(number, plan) == "map" for part, plan in zip(apart, plans)):
+            if any(plan[number].sees == "map" for plan in plans):
                 heads = Heads(**{**vars(heads), "attention": heads.map()})
             tokens = replace(tokens, x=x)
             for part, plan in zip(apart, plans):
-                tokens = part(tokens, Place(number, True), plan, heads)
+                tokens = act(part, tokens, Place(number, True), plan, heads)
             tokens = replace(tokens, x=model.opened(number).mlp_half(tokens.x))
             for part, plan in zip(apart, plans):
-                tokens = part(tokens, Place(number), plan, heads)
+                tokens = act(part, tokens, Place(number), plan, heads)
         expected = model.classify(replace(tokens, x=model.norm(tokens.x)))
         torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
 

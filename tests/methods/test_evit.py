@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from test_topk import attended
 
 from conftest import make, photos_for
-from reference import first_half
+from reference import act, first_half
 from tntprune import EViT, UsageError, record, reduce_
 from tntprune.backbones.attach import reduction_of
 from tntprune.methods.schedule import schedule
-from tntprune.methods.steps import Place
+from tntprune.methods.steps import Place, steps_of
 from tntprune.ops.tokens import start
 
 
@@ -104,13 +104,13 @@ def test_annealing_falls_by_half_a_cosine_from_all_to_the_share():
     seen = []
     for trained in (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0):
         method.trained = trained
-        seen.append([step.leaving for step in method.plan(64).values()])
+        seen.append([step.leaving for step in steps_of(method.plan(64))])
     assert seen[0] == seen[1] == []
     assert seen[3][0] == math.ceil(64 * 0.75) + 1  # half way
     firsts = [counts[0] for counts in seen[2:]]
     assert firsts == sorted(firsts, reverse=True)
-    assert seen[-2] == seen[-1] == [step.leaving for step in method.eval().plan(64).values()] == [33, 18]
-    assert list(method.plan(64)) == [Place(2, inside=True), Place(4, inside=True)]
+    assert seen[-2] == seen[-1] == [step.leaving for step in method.eval().steps(64)] == [33, 18]
+    assert [step.place for step in method.steps(64)] == [Place(2, inside=True), Place(4, inside=True)]
 
 
 def test_weights_of_the_fused_token_sum_to_one_only_if_asked():
@@ -122,7 +122,7 @@ def test_weights_of_the_fused_token_sum_to_one_only_if_asked():
             x = torch.ones(1, 65, 32) + torch.randn(1, 65, 32, generator=torch.Generator().manual_seed(0)) * 1e-3
             heads = first_half(model, 2, x)[1]
             tokens = start(x, 1)
-            out = reduction_of(model)(tokens, Place(2, True), reduction_of(model).plan(64), heads)
+            out = act(reduction_of(model), tokens, Place(2, True), reduction_of(model).plan(64), heads)
         sums[normalise] = float(out.x[0, -1].mean())
     assert sums[True] == pytest.approx(1, abs=1e-2) and sums[False] < 0.75
 

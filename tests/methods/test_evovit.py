@@ -12,6 +12,7 @@ from timm.models.vision_transformer import ResPostBlock, VisionTransformer
 
 import tntprune
 from conftest import SMALL, make, photos_for
+from reference import act
 from tntprune.backbones.attach import reduction_of
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import EvoViT, Random, from_dict, to_dict
@@ -181,16 +182,14 @@ def test_nothing_is_lost_between_divisions(seed, prefix, stays, mix):
     plan, tokens, added = method.plan(8), start(x, prefix, follow=True), torch.zeros(4)
     for block in range(1, 7):
         heads = None
-        if method.sees(block, plan):
+        if plan[block].sees:
             query, key = torch.randn(2, 2, 1, tokens.x.shape[1], 4, generator=generator)
             heads = Heads(query, key, key, 1.0)
         step = torch.randn(4, generator=generator)
         added += step
         tokens = tokens.__class__(**{**vars(tokens), "x": tokens.x + step})
-        tokens = method(tokens, Place(block, inside=True), plan, heads)
-        tokens = method(tokens, Place(block), plan, heads)
-        if Place(block) in plan:
-            expected = plan[Place(block)]
+        tokens = act(method, tokens, Place(block), plan, heads)
+        if expected := plan[block].after:
             assert tokens.count == expected.leaving
             placed = [[i for i in row if i >= 0] for row in tokens.index.tolist()]
             assert all(len(set(row)) == expected.ranked for row in placed)
@@ -206,10 +205,10 @@ def test_attention_that_nothing_is_left_of_gives_no_nan():
     key = torch.full((1, 1, 7, 4), -100.0)
     key[:, :, :3] = 100.0
     heads = Heads(torch.full((1, 1, 7, 4), 9.0), key, key, 1.0)
-    tokens = method(start(x, 1), Place(1), method.plan(6), heads)
+    tokens = act(method, start(x, 1), Place(1), method.plan(6), heads)
     assert tokens.x.isfinite().all()
     assert tokens.index.tolist() == [[0, 1, -1]]
-    tokens = method(tokens, Place(6), method.plan(6))
+    tokens = act(method, tokens, Place(6), method.plan(6))
     torch.testing.assert_close(tokens.x, x)
 
 
@@ -230,7 +229,7 @@ def test_where_nothing_would_be_saved_it_is_the_base_bit_for_bit(amount):
     with torch.inference_mode():
         before = model(images)
     reduce_(model, EvoViT(at=(2, 4), **amount))
-    assert reduction_of(model).plan(64) == {}
+    assert reduction_of(model).steps(64) == ()
     with torch.inference_mode():
         assert torch.equal(model(images), before)
 
@@ -238,11 +237,11 @@ def test_where_nothing_would_be_saved_it_is_the_base_bit_for_bit(amount):
 def test_only_blocks_that_count_are_opened():
     method = SlowFast(EvoViT(at=(2, 4), keep=0.5), layout_of())
     plan = method.plan(8)
-    assert [bool(method.sees(block, plan)) for block in range(1, 7)] == [False, True, True, True, False, False]
+    assert [bool(block.sees) for block in plan[1:]] == [False, True, True, True, False, False]
     late = SlowFast(EvoViT(at=(2, 4), keep=(0.5, 1.0)), layout_of())
-    assert [block for block in range(1, 7) if late.sees(block, late.plan(8))] == [2]
+    assert [number for number, block in enumerate(late.plan(8)) if block.sees] == [2]
     none = SlowFast(EvoViT(at=(2, 4), keep=1.0), layout_of())
-    assert [block for block in range(1, 7) if none.sees(block, none.plan(8))] == []
+    assert [number for number, block in enumerate(none.plan(8)) if block.sees] == []
 
 
 @pytest.mark.parametrize(

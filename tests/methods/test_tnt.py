@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import make, photos_for
-from reference import noisy, score, without_similar
+from reference import act, noisy, score, without_similar
 from tntprune.backbones.attach import reduction_of
 from tntprune.errors import UsageError
 from tntprune.methods import TNT
@@ -56,7 +56,7 @@ def test_the_training_step_is_what_loops_say(options, prefix):
     method = method_for(**options).train()
     x = torch.randn(2, prefix + 7, 32, generator=torch.Generator().manual_seed(1)) * 1.7
     torch.manual_seed(9)
-    ours = method.add_noise(start(x, prefix), 2).x
+    ours = method.add_noise(replace(start(x, prefix), block=2)).x
     torch.manual_seed(9)
     chosen = method.config.resolved
     if chosen.capacity == "one":
@@ -79,7 +79,7 @@ def test_the_paper_recipe_is_the_authors_code():
     method = method_for(recipe="paper").train()
     x = torch.randn(3, 1 + 9, 32)
     torch.manual_seed(4)
-    ours = method.add_noise(start(x, 1), 2).x
+    ours = method.add_noise(replace(start(x, 1), block=2)).x
     torch.manual_seed(4)
     head = method.scorers["2"].layers[0]
     share = 1 - torch.softmax(F.linear(x[:, 1:], head.weight, head.bias).squeeze(-1), dim=-1)
@@ -123,7 +123,7 @@ def noisy_in_a_pass(model):
         assert torch.equal(tokens.x[:, :prefix], out.x[:, :prefix])
         assert tokens.count == out.count
         if not torch.equal(tokens.x, out.x):
-            changed.append(args[1].block)
+            changed.append(args[1].place.block)
 
     handle = method.register_forward_hook(spy)
     model(photos_for(model))
@@ -133,18 +133,18 @@ def noisy_in_a_pass(model):
 
 def test_scores_are_fp32_whatever_the_precision_around_them():
     method = method_for()
-    tokens = start(torch.randn(2, 20, 32), 1)
-    exact = method.score(tokens, 2)
+    tokens = replace(start(torch.randn(2, 20, 32), 1), block=2)
+    exact = method.score(tokens)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(method.score(tokens, 2), exact)
-    assert method.to(torch.bfloat16).score(tokens, 2).dtype == torch.float32
+        assert torch.equal(method.score(tokens), exact)
+    assert method.to(torch.bfloat16).score(tokens).dtype == torch.float32
 
 
 @pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
 def test_the_best_by_naive_scores_are_kept(options):
     method = method_for(**options).eval()
     x = torch.randn(2, 2 + 64, 32, generator=torch.Generator().manual_seed(2))
-    kept = method(start(x, 2), Place(2), method.plan(64))
+    kept = act(method, start(x, 2), Place(2), method.plan(64))
     with torch.no_grad():
         for b in range(2):
             scores = [float(score(method.scorers["2"], token, method.config.resolved.score_norm)) for token in x[b, 2:]]
@@ -172,8 +172,8 @@ def test_the_similarity_step_is_what_loops_say(n, seed, fold, data):
 def test_the_sequential_partition_drops_from_the_worse_half():
     method = method_for(partition="sequential", similar=6).eval()
     x = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(2))
-    scores = method.score(start(x, 0), 2)
-    kept = method(start(x, 0), Place(2), method.plan(64))
+    scores = method.score(replace(start(x, 0), block=2))
+    kept = act(method, start(x, 0), Place(2), method.plan(64))
     for b in range(2):
         ranked = scores[b].argsort(descending=True)[:38].tolist()
         gone = set(ranked) - set(kept.index[b].tolist())

@@ -10,10 +10,10 @@ import torch
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 
 from conftest import SMALL, make, photos_for
-from reference import chosen, cosine, first_half, folded, score
+from reference import act, by_place, chosen, cosine, first_half, folded, score
 from tntprune import ATS, TNT, ToMe, UsageError, UserError, load_, macs, reduce_, save
 from tntprune.backbones.attach import reduction_of
-from tntprune.methods.steps import Place
+from tntprune.methods.steps import Place, steps_of
 from tntprune.ops.tokens import start
 from tntprune.training.calibrate import calibrate_
 from tntprune.training.config import Training
@@ -44,7 +44,7 @@ def test_the_step_is_what_loops_say(metric, options):
     size = torch.randint(1, 5, (2, 64), generator=torch.Generator().manual_seed(2)).float()
     tokens = replace(start(model.embed(photos_for(model, 2))[0], 2), size=size)
     heads = first_half(model, 2, tokens.x)[1]
-    out = method(tokens, Place(2, inside=True), method.plan(64), heads)
+    out = act(method, tokens, Place(2, inside=True), method.plan(64), heads)
     for b in range(2):
         x = tokens.x[b, 2:]
         scores = torch.stack([score(method.scorers["2"], token, True) for token in x])
@@ -104,7 +104,7 @@ def test_padding_takes_no_part_at_any_power():
 
 def plans(method, count=400):
     torch.manual_seed(0)
-    return [method.plan(64) for _ in range(count)]
+    return [by_place(steps_of(method.plan(64))) for _ in range(count)]
 
 
 def is_pruned(plan):
@@ -177,7 +177,13 @@ def test_a_training_changes_scorers_weights_and_powers_and_is_saved(tmp_path):
     calibrate_(model, images, epochs=5, batch_size=4, amp="none", progress=False)
     learned = reduction_of(model).state_dict()
     changed = {name for name in first if not torch.equal(first[name], learned[name])}
-    assert {"powers", "weights.2", "weights.4", "scorers.2.layers.0.weight", "scorers.4.layers.0.weight"} <= changed
+    assert {
+        "powers",
+        "merge_weights.2",
+        "merge_weights.4",
+        "scorers.2.layers.0.weight",
+        "scorers.4.layers.0.weight",
+    } <= changed
     save(model, tmp_path)
     again = load_(make("plain"), tmp_path)
     with torch.inference_mode():
@@ -201,7 +207,7 @@ def test_behind_the_last_attention_nothing_reads_patches_so_that_there_is_no_noi
     def noisy(kind, blocks):
         config = TNT(at=blocks[-1], inside=True, noise_blocks=blocks, noise_at="all", prune_prob=0.0)
         plan = reduction_of(reduce_(make(kind), config)).train().plan(64)
-        return [place.block for place in plan if place.inside]
+        return [step.place.block for step in steps_of(plan) if step.place.inside]
 
     assert noisy("plain", (4, 5, 6)) == [4, 5]
     with pytest.raises(UsageError, match="at=6: nothing reads patch tokens behind the last block's attention"):
@@ -230,10 +236,10 @@ def test_in_every_block_by_the_keys(model):
     counts = tuple(patches - (number + 1) * max(1, patches // (2 * depth)) for number in range(depth))
     reduce_(model, TNT(at=tuple(range(1, depth + 1)), tokens=counts, inside=True, metric="mean"))
     method, found = reduction_of(model), macs(model)
-    assert [method.sees(block, method.plan(patches)) for block in range(1, depth + 1)] == ["heads"] * depth
+    assert [block.sees for block in method.plan(patches)[1:]] == ["heads"] * depth
     assert found.tokens == [patches, *counts[:-1]] and found.mlp_tokens == list(counts)
     assert model(photos_for(model)).isfinite().all()
-    assert [step.leaving for step in method.plan(patches).values()] == list(counts)
+    assert [step.leaving for step in method.steps(patches)] == list(counts)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tntprune
 from conftest import make, photos_for
-from reference import first_half
+from reference import by_place, first_half
 from tntprune.backbones.attach import reduction_of
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import ZeroTPrune
@@ -73,7 +73,7 @@ def pruned_by_loops(graphs, feature, prefix, step, config, rounds, cls):
 def walk_by_loops(model, images):
     """What leaves the last block, in the order of the grid, and the kept patches after each place, image by image."""
     method, prefix = reduction_of(model), model.num_prefix_tokens
-    config, plan = method.config, reduction_of(model).plan(method.layout.patches)
+    config, plan = method.config, by_place(method.steps(method.layout.patches))
     outs, kept = [], {place.block: [] for place in plan}
     for image in images:
         x = model.embed(image[None])[0]
@@ -238,7 +238,7 @@ def test_rounds_by_depth():
 )
 def test_costs(options, cost):
     model = reduce_(make("plain"), ZeroTPrune(**{"at": 2, "keep": 0.5, "iterations": 6, **options}))
-    (step,) = reduction_of(model).plan(64).values()
+    (step,) = reduction_of(model).steps(64)
     assert reduction_of(model).macs(step) == cost
     assert tntprune.macs(model).reduction == {2: cost}
 

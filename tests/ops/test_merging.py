@@ -74,7 +74,7 @@ def test_what_must_always_hold(n, seed, sized, data):
         assert stay.shape == (2, count) and 0 <= target.min() and target.max() < count
         assert torch.equal(stay[:, 0], score.argmax(1))  # the best always stays, and comes first
         assert (score.gather(1, stay).diff(dim=1) <= 0).all()
-        before, now = now, fold(now, stay, go, target, weight, lift=data.draw(lifts))
+        before, now = now, fold(now, stay, go, target, weight, norm_correction=data.draw(lifts))
         assert torch.equal(now.x[:, :prefix], first.x[:, :prefix])
         assert torch.equal(now.size.sum(1), sizes_of(first).sum(1))
         assert torch.equal(now.index, before.index.gather(1, stay))
@@ -135,13 +135,15 @@ def test_with_a_lift_of_one_a_mean_is_as_long_as_what_it_is_of():
     stay, go = torch.tensor([[2, 0], [1, 3]]), torch.tensor([[1, 3], [0, 2]])
     target = torch.tensor([[0, 0], [1, 0]])
     plain = fold(tokens, stay, go, target, torch.ones(2, 4))
-    long = fold(tokens, stay, go, target, torch.ones(2, 4), lift=torch.tensor(1.0))
+    long = fold(tokens, stay, go, target, torch.ones(2, 4), norm_correction=torch.tensor(1.0))
     torch.testing.assert_close(long.x[0, 0].norm(), tokens.x[0, [1, 2, 3]].norm(dim=1).mean())
     torch.testing.assert_close(F.normalize(long.x, dim=2), F.normalize(plain.x, dim=2))
     opposite = replace(tokens, x=torch.stack([tokens.x[0, 0], -tokens.x[0, 0]]).expand(2, -1, -1))
     one, other, first = torch.tensor([[0]] * 2), torch.tensor([[1]] * 2), torch.tensor([[0]] * 2)
     opposite = replace(opposite, index=opposite.index[:, :2], carrier=None)
-    assert fold(opposite, one, other, first, torch.ones(2, 2), lift=torch.tensor(2.0)).x.norm(dim=2).max() < 1
+    assert (
+        fold(opposite, one, other, first, torch.ones(2, 2), norm_correction=torch.tensor(2.0)).x.norm(dim=2).max() < 1
+    )
     assert (long.x.norm(dim=2) >= plain.x.norm(dim=2)).all() and torch.equal(long.x[0, 1], tokens.x[0, 0])
 
 
@@ -178,7 +180,7 @@ def test_gradients_reach_tokens_and_weights_and_are_right():
     lift = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
 
     def loss(x, weight, lift):
-        return (fold(replace(tokens, x=x), *found[:3], weight, lift=lift).x * goal).sum()
+        return (fold(replace(tokens, x=x), *found[:3], weight, norm_correction=lift).x * goal).sum()
 
     learned = (x, weight, lift)
     for grad, given_ in zip(torch.autograd.grad(loss(*learned), learned), learned):
