@@ -1,0 +1,1 @@
+"""The demo: cluttered digits, and the page that it writes."""
