@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         ZeroTPrune,
         register_method,
     )  # fmt: skip
-    from tntprune.methods.base import Layout, Method
+    from tntprune.methods.base import Layout, Method, ScoringMethod
     from tntprune.methods.config import Config, option
     from tntprune.ops.tokens import Tokens
     from tntprune.reduce import reduce_, restore_
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "ATS", "TNT", "AViT", "Config", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "Random", "ToMe", "Tokens",
-    "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_", "evaluate", "export", "features", "find_plan",
-    "load_", "macs", "option", "push", "record", "reduce_", "register_method", "restore_", "save", "vit16",
+    "ATS", "TNT", "AViT", "Config", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "Random", "ScoringMethod",
+    "ToMe", "Tokens", "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_", "evaluate", "export", "features",
+    "find_plan", "load_", "macs", "option", "push", "record", "reduce_", "register_method", "restore_", "save", "vit16",
 ]  # fmt: skip
 
 _HOMES = {
@@ -47,6 +47,7 @@ _HOMES = {
         ("ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune",
          "register_method"), "methods"
     ), "Config": "methods.config", "option": "methods.config", "Layout": "methods.base", "Method": "methods.base",
+    "ScoringMethod": "methods.base",
     "Tokens": "ops.tokens", "UsageError": "errors", "UserError": "errors",
     "calibrate_": "training.calibrate", "evaluate": "analysis.evaluate", "export": "exporters.export",
     "features": "analysis.features", "find_plan": "search.find_plan", "load_": "serialization.checkpoint",

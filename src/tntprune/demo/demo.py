@@ -9,17 +9,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tntprune.report.plot_style import blank
-from tntprune.methods import TNT, Config, Random
-from tntprune.demo.digits import cluttered_digits
-from tntprune.backbones.digits_vit import digits_vit
-from tntprune.report.draw import ORIGINAL, kept_maps, sheet
-from tntprune.system.environment import stamp
 from tntprune.analysis.evaluate import Figures, measure
-from tntprune.reduce import reduce_
 from tntprune.backbones.attach import reduction_of
+from tntprune.backbones.digits_vit import digits_vit
+from tntprune.demo.digits import cluttered_digits
+from tntprune.methods import TNT, Config, Random
+from tntprune.reduce import reduce_
 from tntprune.report import page, picture, table
+from tntprune.report.draw import ORIGINAL, kept_maps, sheet
 from tntprune.report.figures import curve
+from tntprune.report.plot_style import blank
+from tntprune.system.environment import stamp
 from tntprune.system.storage import check_output, make_folder, write
 from tntprune.training.calibrate import calibrate_
 

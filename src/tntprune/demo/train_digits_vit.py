@@ -5,19 +5,16 @@ python -m tntprune.demo.train_digits_vit --out digits_vit.safetensors
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from tqdm import tqdm
 
-from tntprune.demo.digits import cluttered_digits, normalise, scans, scatter
-
 from tntprune.backbones.digits_vit import WEIGHTS, build
+from tntprune.demo.digits import cluttered_digits, normalise, scans, scatter
 
 
 @torch.inference_mode()

@@ -32,6 +32,7 @@ class ATS(Config):
     """
 
     method = "ats"
+    title = "ATS"
 
     everywhere = True
 

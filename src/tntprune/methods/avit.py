@@ -41,6 +41,7 @@ class AViT(Config):
     """
 
     method = "avit"
+    title = "A-ViT"
 
     everywhere = True
 

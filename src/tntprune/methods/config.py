@@ -39,7 +39,8 @@ class Config:
         UsageError: a value is out of range, or there are more (or fewer) rates than locations.
     """
 
-    method: ClassVar[str]
+    method: ClassVar[str]  # its name, in small letters
+    title: ClassVar[str] = ""  # its name in tables and figures; the same if not given
     usual: ClassVar[float] = 0.5  # the share that stays where nothing is said
     everywhere: ClassVar[bool] = False  # whether at=None has a meaning
     listed: ClassVar[tuple[str, ...]] = ("keep", "tokens")  # options with one value, or one for each location

@@ -42,6 +42,7 @@ class DynamicViT(Config):
     """
 
     method = "dynamicvit"
+    title = "DynamicViT"
 
     usual = 0.7
 

@@ -38,6 +38,7 @@ class EViT(Config):
     """
 
     method = "evit"
+    title = "EViT"
 
     usual = 0.7
 

@@ -40,6 +40,7 @@ class EvoViT(Config):
     """
 
     method = "evovit"
+    title = "Evo-ViT"
 
     at: int | Sequence[int] | None = option((4, 8), "block or blocks after which tokens are divided anew")
     mix: float = option(0.5, "share of the earlier global attention in the new one")

@@ -22,6 +22,7 @@ class Random(Config):
     """
 
     method = "random"
+    title = "random drop"
 
     order: int = option(0, "seed of the order in which tokens are dropped")
 

@@ -39,6 +39,8 @@ def register_method(config: type[Config], method: type[Method]) -> None:
         raise UsageError(f"method {name!r} is registered twice: as {_full(taken)} and as {_full(config)}; rename one")
     if taken is not None:
         _MODULES.pop(taken, None)
+    if not config.title:
+        config.title = name
     METHODS[name] = config
     implement(config, method)
 

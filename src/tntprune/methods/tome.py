@@ -38,6 +38,7 @@ class ToMe(Config):
     """
 
     method = "tome"
+    title = "ToMe"
 
     everywhere = True
     listed = ("r", "keep", "tokens")

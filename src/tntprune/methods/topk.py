@@ -31,6 +31,7 @@ class TopK(Config):
     """
 
     method = "topk"
+    title = "Top-K"
 
     inside: bool = option(True, "drop between attention and MLP, or after the block")
     rows: Literal["cls", "mean"] = option(

@@ -45,6 +45,7 @@ class ZeroTPrune(Config):
     """
 
     method = "zerotprune"
+    title = "Zero-TPrune"
 
     usual = 0.9
     listed = ("keep", "tokens", "iterations")

@@ -80,6 +80,7 @@ class TNT(Config):
     """
 
     method = "tnt"
+    title = "TNT"
     renamed = {"rehearsal": "prune_prob", "relevance": "score_weight", "crowding": "size_weight"}  # noqa: RUF012
     renamed_parameters = {"weights": "merge_weights", "fades": "merge_gates", "lifts": "norm_corrections"}  # noqa: RUF012
 
