@@ -17,14 +17,14 @@ COUNTS = (196, 173, 148, 124, 102, 82, 65, 51, 39, 30, 22, 1)  # inside each blo
 LEARNED = {  # what each of the learned numbers is good for
     "equal weights in means": {"weights": 0.0},
     "sizes count in full, as in ToMe": {"powers": 1.0},
-    "unlike tokens are merged in full": {"fades": 0.0},
-    "means are not made longer": {"lifts": 0.0},
+    "unlike tokens are merged in full": {"merge_gates": 0.0},
+    "means are not made longer": {"norm_corrections": 0.0},
 }
 
 
 LATER = {  # variants that are trained last, where time is short
     "the image's mean with noise of its spread", "capacity of half", "MLP scorer", "whole, tokens compared",
-    "whole, rehearsal 0.0", "whole, noise after all blocks at once", "whole, 310 steps", "310 steps",
+    "whole, prune_prob 0.0", "whole, noise after all blocks at once", "whole, 310 steps", "310 steps",
 }  # fmt: skip
 
 
@@ -80,15 +80,15 @@ def variants() -> Iterator[Variant]:
     yield changed("noise added in units of the token", noise_scale="rms", beta=1.0)
     yield changed("the image's mean without noise", beta=0.0)
     yield changed("the image's mean with noise of its spread", beta=1.0)
-    yield changed("no rehearsal", prune_prob=0.0)
-    yield changed("rehearsal 0.8", prune_prob=0.8)
+    yield changed("prune_prob 0", prune_prob=0.0)
+    yield changed("prune_prob 0.8", prune_prob=0.8)
     yield changed("noise after one of the blocks 1 to 5", noise_blocks=(1, 2, 3, 4, 5))
     yield changed("capacity of half", capacity=0.5)
     yield changed("MLP scorer", scorer="mlp", hidden=192)
     yield changed("labels", objective="ce")
     for name, changes in {
-        "sizes do not count": {"proportional": False}, "no relevance": {"score_weight": 0.0},
-        "relevance 0.25": {"score_weight": 0.25}, "relevance 1": {"score_weight": 1.0},
+        "sizes do not count": {"proportional": False}, "score_weight 0": {"score_weight": 0.0},
+        "score_weight 0.25": {"score_weight": 0.25}, "score_weight 1": {"score_weight": 1.0},
     }.items():  # fmt: skip
         yield Variant(name, single, changes=changes, like="default")
     yield Variant("dropping, with what merging learned", single, changes={"how": "drop"}, like="default")
@@ -102,8 +102,8 @@ def variants() -> Iterator[Variant]:
     short = {"epochs": 4}  # 124 steps, as after one block; the default of all blocks is "whole, 310 steps"
     yield Variant("whole", whole, short)
     for name, changes in {
-        "whole, no relevance": {"score_weight": 0.0}, "whole, relevance 1": {"score_weight": 1.0},
-        "whole, no crowding": {"size_weight": 0.0}, "whole, crowding 0.5": {"size_weight": 0.5},
+        "whole, score_weight 0": {"score_weight": 0.0}, "whole, score_weight 1": {"score_weight": 1.0},
+        "whole, size_weight 0": {"size_weight": 0.0}, "whole, size_weight 0.5": {"size_weight": 0.5},
         "whole, sizes do not count": {"proportional": False},
     }.items():  # fmt: skip
         yield Variant(name, whole, short, changes=changes, like="whole")
@@ -111,7 +111,7 @@ def variants() -> Iterator[Variant]:
         yield Variant(f"whole, {name}", whole, short, like="whole", learned=learned)
     yield Variant("whole, tokens compared", whole.changed(metric="x"), short)
     for share in (0.0, 0.8):
-        yield Variant(f"whole, rehearsal {share}", whole.changed(prune_prob=share), short)
+        yield Variant(f"whole, prune_prob {share}", whole.changed(prune_prob=share), short)
     yield Variant("whole, 310 steps", whole, {"epochs": 10})
     yield Variant("whole, noise after all blocks at once", whole.changed(noise_at="all"), short)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tntprune import ATS, TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, ZeroTPrune
@@ -39,6 +40,9 @@ CONFIGS = {
     "avit-fixed": AViT(at=2, keep=0.5),
     "evovit": EvoViT(at=(2, 4), keep=0.5),
 }
+FIRST = (  # one of each kind of method
+    "random", "tnt", "tnt-merging", "topk", "evit", "dynamicvit", "tome", "zerotprune", "ats", "avit", "evovit",
+)  # fmt: skip
 SOME = ("random", "tnt-similar", "tnt-several", "tnt-similar-merge", "tnt-merging-inside", "evit", "tome", "ats")
 EACH = (
     "tnt-similar-merge",
@@ -74,3 +78,8 @@ def stirred(model, config):
         for parameter in reduction_of(model).parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def first(values, chosen):
+    """Values to parametrise with; those that are not chosen are left to the wide tests."""
+    return [value if value in chosen else pytest.param(value, marks=pytest.mark.wide) for value in values]

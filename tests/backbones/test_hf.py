@@ -288,8 +288,11 @@ class Bare(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("each", "name"), [
-    ("vit_classifier", "tnt-several"), ("deit_teacher", "evit"), ("dinov2_classifier", "tnt-merge"),
-    ("registers_classifier", "random"), ("clip_classifier", "tome"), ("siglip", "tnt-merge"),
+    ("registers_classifier", "random"), ("siglip", "tnt-merge"),
+    *(pytest.param(*one, marks=pytest.mark.wide) for one in (
+        ("vit_classifier", "tnt-several"), ("deit_teacher", "evit"), ("dinov2_classifier", "tnt-merge"),
+        ("clip_classifier", "tome"),
+    )),
 ])  # fmt: skip
 def test_export_gives_what_eager_gives(each, name):
     model, images = Bare(stirred(make(each), CONFIGS[name])), photos_for(each)
@@ -299,6 +302,7 @@ def test_export_gives_what_eager_gives(each, name):
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["tnt-several", "tome"])
 @pytest.mark.parametrize("each", EACH_FAMILY)
 def test_compiled_in_one_graph_gives_what_eager_gives(each, name):

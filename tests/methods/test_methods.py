@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import tntprune
-from configs import CONFIGS, EACH, LOOSE, SOME, run, stirred
+from configs import CONFIGS, EACH, FIRST, LOOSE, SOME, first, run, stirred
 from conftest import BACKBONES, make, photos_for
 from reference import by_place
 from tntprune.backbones.attach import reduction_of
 from tntprune.backbones.base import find_backbone
-from tntprune.methods import METHODS, implementation
+from tntprune.methods import METHODS, obstacle_to
 from tntprune.methods.learned import inherit
 from tntprune.methods.steps import Place
 from tntprune.reduce import reduce_, restore_
@@ -23,48 +23,57 @@ def test_every_method_is_in_the_matrix():
     assert {config.method for config in CONFIGS.values()} == set(METHODS)
 
 
-@pytest.fixture(params=list(CONFIGS))
-def config(request, model):
-    config = CONFIGS[request.param]
-    reason = implementation(type(config)).obstacle(find_backbone(model).layout(model), config)
-    if reason:
+NEED_CLS = ("topk", "evit", "ats", "evovit")
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+@pytest.mark.parametrize("name", first(CONFIGS, FIRST))
+def test_a_method_on_a_backbone(kind, name):
+    """Every invariant of one pair on one model, which is made once."""
+    model, config = make(kind), CONFIGS[name]
+    images = photos_for(model)
+    if obstacle_to(type(config), find_backbone(model).layout(model), config):
         with pytest.raises(tntprune.UserError, match="cannot be applied here"):
             reduce_(model, config)
-        pytest.skip(reason)
-    return config
-
-
-def test_restore_gives_back_the_base_bit_for_bit(model, config):
-    images = photos_for(model)
-    before, names, kind = run(model, images), list(model.state_dict()), type(model)
+        return
+    before, names, plain = run(model, images), list(model.state_dict()), type(model)
     stirred(model, config)
-    assert isinstance(model, kind) and type(model) is not kind
+    assert isinstance(model, plain) and type(model) is not plain
     assert [name for name in model.state_dict() if not name.startswith("reduction.")] == names
-    assert not torch.equal(run(model, images), before)
+    check_a_pass(model, config, images, before)
+    check_images_alone(model, images)
+    check_a_copy(model, config, images)
     restore_(model)
-    assert type(model) is kind and list(model.state_dict()) == names
-    assert torch.equal(run(model, images), before)
+    assert type(model) is plain and list(model.state_dict()) == names
+    assert torch.equal(run(model, images), before)  # bit for bit
     assert restore_(model) is model
-
-
-def test_keep_one_is_the_base_bit_for_bit(model, config):
-    images = photos_for(model)
-    before = run(model, images)
     changes = {"similar": 0} if hasattr(config, "similar") else {}
     changes |= {"at": 2} if config == CONFIGS["avit"] else {}  # alone it halts as it likes
     reduce_(model, config.changed(keep=1.0, **changes))
     assert torch.equal(run(model, images), before)
 
 
-def test_kept_patches_are_unique_in_range_counted_and_really_those(model, config):
-    if config.method in LOOSE:
-        pytest.skip("has its own test")
-    images = photos_for(model)
-    stirred(model, config)
+def check_a_pass(model, config, images, plain):
+    """Prefix tokens come first and pass untouched; kept patches are unique, in range, counted, and really those."""
+    method = reduction_of(model)
+    prefix = method.layout.prefix
+    seen = []
+
+    def spy(module, args, out):
+        tokens = args[0]
+        if config == CONFIGS["avit"] and args[1].place == Place(len(model.blocks)):
+            return  # here the halting-weighted outputs take the place of all tokens
+        seen.append(torch.equal(tokens.x[:, :prefix], out.x[:, :prefix]) and out.x.shape[1] == out.count + prefix)
+
+    handle = method.register_forward_hook(spy)
+    with tntprune.record(model) as trace:
+        assert not torch.equal(run(model, images), plain)
+    handle.remove()
+    assert len(seen) == len(method.steps(method.layout.patches)) - (config == CONFIGS["avit"]) and all(seen)
+    if config.method in LOOSE:  # what they keep has tests of its own
+        return
     layout = reduction_of(model).layout
     plan = by_place(reduction_of(model).steps(layout.patches))
-    with tntprune.record(model) as trace:
-        run(model, images)
     assert list(trace.kept) == [place.block for place in plan]
     grid = set(range(layout.patches))
     for place, step in plan.items():
@@ -84,49 +93,29 @@ def test_kept_patches_are_unique_in_range_counted_and_really_those(model, config
             assert torch.equal(dropped.sum(1), layout.patches - placed.sum(1))
     blocks = [place.block for place in plan]
     for early, late in zip(blocks, blocks[1:]):
-        for first, second in zip(trace.kept[early].tolist(), trace.kept[late].tolist()):
-            assert set(second) - {-1} <= set(first)
+        for before, after in zip(trace.kept[early].tolist(), trace.kept[late].tolist()):
+            assert set(after) - {-1} <= set(before)
     counted = torch.stack(trace.counts[:-1]).view(layout.depth, 2, len(images))
     found = tntprune.macs(model)
     assert counted[:, 0].tolist() == [[n] * len(images) for n in found.tokens]
     assert counted[:, 1].tolist() == [[n] * len(images) for n in found.mlp_tokens]
 
 
-def test_an_image_does_not_depend_on_its_batch_or_on_the_global_generator(model, config):
-    images = photos_for(model, 5)
-    stirred(model, config)
+def check_images_alone(model, images):
+    """An image does not depend on its batch or on the global generator."""
     torch.manual_seed(1)
     whole = run(model, images)
     torch.manual_seed(2)
     state = torch.get_rng_state()
-    alone = torch.cat([run(model, images[i : i + 1]) for i in range(5)])
+    alone = torch.cat([run(model, image[None]) for image in images])
     turned = run(model, images.flip(0)).flip(0)
     assert torch.equal(state, torch.get_rng_state())
     torch.testing.assert_close(whole, alone, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(whole, turned, atol=1e-5, rtol=1e-4)
 
 
-def test_prefix_tokens_come_first_and_pass_untouched(model, config):
-    stirred(model, config)
-    method = reduction_of(model)
-    prefix = method.layout.prefix
-    seen = []
-
-    def spy(module, args, out):
-        tokens = args[0]
-        if config == CONFIGS["avit"] and args[1].place == Place(len(model.blocks)):
-            return  # here the halting-weighted outputs take the place of all tokens
-        seen.append(torch.equal(tokens.x[:, :prefix], out.x[:, :prefix]) and out.x.shape[1] == out.count + prefix)
-
-    handle = method.register_forward_hook(spy)
-    run(model, photos_for(model))
-    handle.remove()
-    assert len(seen) == len(method.steps(method.layout.patches)) - (config == CONFIGS["avit"]) and all(seen)
-
-
-def test_a_copy_is_independent_and_equal(model, config):
-    images = photos_for(model)
-    stirred(model, config)
+def check_a_copy(model, config, images):
+    """A copy is equal and independent."""
     twin = copy.deepcopy(model)
     assert torch.equal(run(twin, images), run(model, images))
     restore_(twin)
@@ -182,9 +171,13 @@ def test_half_precision(name):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("plain", name) for name in dict.fromkeys((*SOME, *EACH))]
-    + [("distilled", name) for name in SOME]
-    + [(kind, name) for kind in ("no_cls", "map_pool") for name in SOME if name not in ("evit", "ats")],
+    [("plain", name) for name in FIRST[1:]]
+    + [
+        pytest.param(kind, name, marks=pytest.mark.wide)
+        for kind in ("plain", "distilled", "no_cls", "map_pool")
+        for name in dict.fromkeys((*SOME, *EACH))
+        if (kind != "plain" or name not in FIRST) and (kind in ("plain", "distilled") or name not in NEED_CLS)
+    ],
 )
 def test_export_gives_what_eager_gives(kind, name):
     model = stirred(make(kind), CONFIGS[name])
@@ -194,7 +187,7 @@ def test_export_gives_what_eager_gives(kind, name):
         torch.testing.assert_close(program(images), run(model, images), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", dict.fromkeys((*SOME, *EACH)))
+@pytest.mark.parametrize("name", first(dict.fromkeys((*SOME, *EACH)), ("tnt-merging", "ats")))
 def test_export_with_any_batch_size(name):
     model = stirred(make("plain"), CONFIGS[name])
     batch = torch.export.Dim("batch", min=1, max=64)
@@ -206,7 +199,7 @@ def test_export_with_any_batch_size(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", dict.fromkeys(("random", "tnt-several", *EACH)))
+@pytest.mark.parametrize("name", first(dict.fromkeys(("random", "tnt-several", *EACH)), ("tnt-several", "tnt-merging")))
 def test_compiled_in_one_graph_gives_what_eager_gives(name):
     torch._dynamo.reset()
     model = stirred(make("plain"), CONFIGS[name])

@@ -365,6 +365,7 @@ def test_it_follows_pruning():
     assert ((trace.carrier[3] == -1).sum(1) == 24).all()  # what was dropped, and nothing that was merged
 
 
+@pytest.mark.wide
 def test_export_with_any_batch_size():
     model = reduce_(make("distilled"), WHOLE["several passes"][0])
     batch = torch.export.Dim("batch", min=1, max=64)

@@ -128,6 +128,7 @@ def test_training_and_timing_say_nothing():
         assert told(one.model) == []
 
 
+@pytest.mark.wide
 def test_it_compiles_and_exports_without_a_word():
     model, images = reduce_(make("plain"), UNTRAINED["tnt"]), photos_for(make("plain"))
     compiled, said = notes(lambda: torch.compile(model, fullgraph=True, backend="eager")(images))

@@ -84,12 +84,12 @@ def detach(model: Model) -> Model:
 
 
 def base_of(model: Model) -> Model:
-    """The unpruned model as a second object that shares every weight with the first."""
+    """Return the unpruned model as a second object that shares every weight with the first."""
     return detach(twin_of(model))
 
 
 def twin_of(model: Model) -> Model:
-    """The same model as a second object that shares every weight with the first, to put another reduction on."""
+    """Return the same model as a second object that shares every weight with the first, to put another reduction on."""
     own = set(parts_of(model, find_backbone(model)))  # the modules whose classes a reduction swaps
 
     def doubled(module: Any) -> Any:
@@ -107,12 +107,12 @@ def twin_of(model: Model) -> Model:
 
 
 def is_reduced(model: nn.Module) -> bool:
-    """Whether there is a reduction on a model."""
+    """Return whether there is a reduction on a model."""
     return isinstance(tower_of(model), Reduced)
 
 
 def reduction_of(model: nn.Module) -> Method:
-    """The method of a reduced model.
+    """Return the method of a reduced model.
 
     Raises:
         UserError: the model is not reduced.

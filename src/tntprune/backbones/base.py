@@ -75,7 +75,7 @@ class Backbone(ABC):
     holders: ClassVar[dict[type[nn.Module], str]] = {}
 
     def knows(self, model: nn.Module) -> bool:
-        """Whether this adapter is for such a model, reduced or not."""
+        """Return whether this adapter is for such a model, reduced or not."""
         kind = kind_of(model)
         return any(kind in classes for classes in (self.swaps, self.swaps.values(), self.holders))
 
@@ -86,12 +86,12 @@ class Backbone(ABC):
         return back.get(kind, kind)
 
     def tower(self, model: nn.Module) -> nn.Module:
-        """The module whose tokens are reduced: the model itself, or the part of it that sees the images."""
+        """Return the module whose tokens are reduced: the model itself, or the part of it that sees the images."""
         inside = next((path for kind, path in self.holders.items() if isinstance(model, kind)), None)
         return model if inside is None else model.get_submodule(inside)
 
     def classes(self, model: nn.Module) -> int:
-        """How many classes the model tells apart; 0 where it gives an embedding instead."""
+        """Return how many classes the model tells apart; 0 where it gives an embedding instead."""
         return int(getattr(model, "num_classes", 0))
 
     def input_size(self, model: nn.Module) -> tuple[int, int, int]:
@@ -101,18 +101,18 @@ class Backbone(ABC):
 
     @abstractmethod
     def obstacle(self, model: nn.Module) -> str | None:
-        """What about this model is not supported, by name; None if nothing."""
+        """Return the name of what is not supported about this model; None if nothing."""
 
     @abstractmethod
     def layout(self, model: nn.Module) -> Layout:
-        """The shape of the model."""
+        """Return the shape of the model."""
 
     @abstractmethod
     def costs(self, model: nn.Module) -> Costs:
-        """What its parts cost."""
+        """Return what its parts cost."""
 
     def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-        """The forward pass of a model, reduced or not: logits (B, classes), or without classes embeddings (B, D)."""
+        """Run a model, reduced or not: images to logits (B, classes), or without classes to embeddings (B, D)."""
         return model(images)  # type: ignore[no-any-return]
 
     @abstractmethod
@@ -121,7 +121,7 @@ class Backbone(ABC):
 
     @abstractmethod
     def judge(self, model: nn.Module, tokens: Tokens) -> Answer:
-        """The same of the tokens that leave the last block of a reduced model."""
+        """Return the answer to the tokens that leave the last block of a reduced model."""
 
     def check_images(self, model: nn.Module, images: torch.Tensor) -> None:
         """Refuse images that the forward pass of a model, reduced or not, does not take.
@@ -145,7 +145,7 @@ class Backbone(ABC):
         self.grid(model, images)
 
     def grid(self, model: nn.Module, images: torch.Tensor) -> tuple[int, int]:
-        """Rows and columns of patches that such images have in a model that is reduced or not.
+        """Return rows and columns of patches that such images have in a model that is reduced or not.
 
         Raises:
             UserError: the model takes no images of that size.
@@ -165,7 +165,7 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
 
 
 def find_backbone(model: nn.Module) -> Backbone:
-    """The adapter of a model, reduced or not.
+    """Return the adapter of a model, reduced or not.
 
     Raises:
         UserError: no adapter knows the model's class, or something about the model is not supported.
@@ -198,7 +198,7 @@ def refuse_wrapper(model: Any) -> None:
 
 
 def tower_of(model: nn.Module) -> nn.Module:
-    """The module whose tokens are, or would be, reduced; the model itself where no adapter knows it."""
+    """Return the module whose tokens are, or would be, reduced; the model itself where no adapter knows it."""
     adapter = _knowing(model)
     return model if adapter is None else adapter.tower(model)
 

@@ -16,7 +16,7 @@ ENTRY = "classes"  # of the metadata of a file of weights
 
 
 def class_names(model: nn.Module) -> list[str]:
-    """The names of a model's classes in their order, where timm's `label_names` tell them; else none."""
+    """Return the names of a model's classes in their order, where timm's `label_names` tell them; else none."""
     about = getattr(model, "pretrained_cfg", None) or {}
     return [str(name) for name in about.get("label_names") or ()]
 
@@ -27,14 +27,14 @@ def name_classes(model: Any, names: Sequence[str]) -> None:
 
 
 def packed_names(model: nn.Module) -> dict[str, str]:
-    """The entry that keeps the names in a file of weights; none where there are no names."""
+    """Return the entry that keeps the names in a file of weights; none where there are no names."""
     names = class_names(model)
     fits = len(names) == getattr(model, "num_classes", len(names))  # not those of a head that was replaced
     return {ENTRY: json.dumps(names)} if names and fits else {}
 
 
 def saved_names(path: Path) -> list[str]:
-    """The names that a file of weights keeps, if any.
+    """Return the names that a file of weights keeps, if any.
 
     Raises:
         UserError: they are no list of different names.

@@ -11,7 +11,7 @@ WEIGHTS = Path(str(files("tntprune"))) / "assets" / "digits_vit.safetensors"
 
 
 def build(img_size: int | tuple[int, int] = 64, num_classes: int = 10) -> VisionTransformer:
-    """The architecture, without weights: 64 x 64 grey images, patches of 8, 6 blocks of width 64, a CLS token."""
+    """Build the model without weights: 64 x 64 grey images, patches of 8, 6 blocks of width 64, a CLS token."""
     model = VisionTransformer(
         img_size=img_size, patch_size=8, in_chans=1, num_classes=num_classes,
         embed_dim=64, depth=6, num_heads=4, mlp_ratio=2,
@@ -21,7 +21,7 @@ def build(img_size: int | tuple[int, int] = 64, num_classes: int = 10) -> Vision
 
 
 def digits_vit() -> VisionTransformer:
-    """The trained model, in eval mode. Input (B, 1, 64, 64), normalised; output (B, 10)."""
+    """Return the trained model, in eval mode. Input (B, 1, 64, 64), normalised; output (B, 10)."""
     from safetensors.torch import load_file
 
     model = build()

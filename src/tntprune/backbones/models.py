@@ -38,7 +38,7 @@ def check_name(name: str) -> None:
 
 
 def shape_of(name: str, img_size: ImgSize = None, weights: Path | None = None) -> nn.Module:
-    """A model without weights, on the meta device: for counting, not for running.
+    """Return a model without weights, on the meta device: for counting, not for running.
 
     Args:
         name: See `load_model`.
@@ -66,7 +66,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 def random_model(name: str, device: str = "cpu", img_size: ImgSize = None, num_classes: int | None = None) -> nn.Module:
-    """A model with random weights, in eval mode: for timing, or to be trained. `torch.manual_seed` decides which.
+    """Return a model with random weights, in eval mode, for timing or training. `torch.manual_seed` decides which.
 
     Raises:
         UsageError: no model has that name, it takes no images of that size, or there is no such device.
@@ -77,7 +77,7 @@ def random_model(name: str, device: str = "cpu", img_size: ImgSize = None, num_c
 
 
 def load_model(name: str, weights: Path | None = None, device: str = "cpu", img_size: ImgSize = None) -> nn.Module:
-    """A model with its weights, in eval mode.
+    """Return a model with its weights, in eval mode.
 
     Args:
         name: A timm model, `vit16` (the paper's), or `digits_vit` (the demo's, which brings its weights).
@@ -122,7 +122,7 @@ def load_weights(model: nn.Module, path: Path, name: str) -> None:
 
 
 def _fill(model: nn.Module, loaded: dict[str, torch.Tensor], path: Path, name: str) -> None:
-    """What `load_weights` does with the tensors of its file."""
+    """Do what `load_weights` does, with the tensors of its file."""
     tensors = loaded
     try:
         tensors = _filter_of(model)(loaded, model)
@@ -148,7 +148,7 @@ def _fill(model: nn.Module, loaded: dict[str, torch.Tensor], path: Path, name: s
 
 
 def check_device(device: str) -> torch.device:
-    """A device that is there.
+    """Return a device, if it is there.
 
     Raises:
         UsageError: torch knows no such device, or this machine has none.
@@ -163,7 +163,7 @@ def check_device(device: str) -> torch.device:
 
 
 def _filter_of(model: nn.Module) -> Callable[[dict[str, torch.Tensor], nn.Module], dict[str, torch.Tensor]]:
-    """What timm does to a file of weights before it loads them; each family has its own beside its class."""
+    """Return what timm does to a file of weights before it loads them; each family has its own beside its class."""
     for kind in type(model).__mro__:
         found: Any = getattr(sys.modules[kind.__module__], "checkpoint_filter_fn", None)
         if found is not None:
@@ -172,7 +172,7 @@ def _filter_of(model: nn.Module) -> Callable[[dict[str, torch.Tensor], nn.Module
 
 
 def _classes_in(tensors: dict[str, torch.Tensor]) -> int | None:
-    """How many classes the head in a file of weights tells apart; None where it has no such head."""
+    """Return how many classes the head in a file of weights tells apart; None where it has no such head."""
     head = tensors.get("head.weight")
     return len(head) if head is not None and head.ndim == 2 else None
 

@@ -131,7 +131,7 @@ class Reduced:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
 
     def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
-        """Images to (B, prefix + N, D), and to what every block needs to know of the places: None if nothing."""
+        """Turn images into (B, prefix + N, D), and to what every block needs to know of the places: None if nothing."""
         raise NotImplementedError
 
     def placed(self, places: Any, index: torch.Tensor) -> Any:
@@ -176,7 +176,7 @@ class Reduced:
         return self.traces.get(get_ident())
 
     def grid(self: Any, images: torch.Tensor) -> tuple[int, int]:
-        """Rows and columns of patches that such images have. Also asked of a model that is not reduced.
+        """Return rows and columns of patches that such images have. Also asked of a model that is not reduced.
 
         Raises:
             UserError: the model takes no images of that size, or does not say.
@@ -200,7 +200,7 @@ class Reduced:
         return rows, columns
 
     def final(self: Any, tokens: Tokens) -> Tokens:
-        """The tokens as they leave the model's last norm."""
+        """Return the tokens as they leave the model's last norm."""
         return replace(tokens, x=self.norm(tokens.x))
 
     def walk(
@@ -261,7 +261,7 @@ class Reduced:
             reduction.warn_uncalibrated()
 
     def enter(self, images: torch.Tensor, follow: bool = False, **options: Any) -> tuple[Tokens, Any]:
-        """Images to tokens as they leave the embedding, and to what every block needs to know of the places."""
+        """Turn images into tokens as they leave the embedding, and to what every block needs to know of the places."""
         x, everywhere = self.embed(images, **options)
         return start(x, self.num_prefix_tokens, follow), everywhere
 

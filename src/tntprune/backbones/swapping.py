@@ -112,7 +112,7 @@ def _name(module: nn.Module, model: nn.Module) -> str:
 
 
 def _is_leftover(module: Any) -> bool:
-    """Whether its class's forward stands on the instance too, as accelerate leaves it when it removes its hooks."""
+    """Return whether the class's forward stands on the instance too, as removed hooks of accelerate leave it."""
     given, kind = module.__dict__.get("forward"), cast(Any, type(module))
     return isinstance(given, MethodType) and given.__self__ is module and given.__func__ is kind.forward
 
@@ -138,7 +138,7 @@ def running_device(model: nn.Module) -> torch.device:
 
 
 def _devices(tower: nn.Module) -> dict[torch.device, None]:
-    """The devices to which accelerate's hooks take the inputs of a tower's modules."""
+    """Return the devices to which accelerate's hooks take the inputs of a tower's modules."""
     found: dict[torch.device, None] = {}
     for module in tower.modules():
         hook: Any = getattr(module, "_hf_hook", None)
@@ -150,6 +150,6 @@ def _devices(tower: nn.Module) -> dict[torch.device, None]:
 
 
 def _is_hooked(module: Any) -> bool:
-    """Whether accelerate has put itself around a module's forward, as it does for several devices and offloading."""
+    """Return whether accelerate wraps a module's forward, as it does for several devices and offloading."""
     around = module.__dict__.get("forward")
     return "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ and isinstance(around, partial)

@@ -73,7 +73,7 @@ class ATS(Config):
 
 
 def significance(heads: Heads, prefix: int) -> torch.Tensor:
-    """The CLS token's attention over all heads, times the length of the value it weighs; (B, n) in fp32."""
+    """Return the CLS token's attention over all heads, times the length of the value it weighs; (B, n) in fp32."""
     attention = heads.rows(1).sum((1, 2))  # (B, prefix + n)
     length = heads.value.float().square().sum((1, 3)).sqrt()  # (B, prefix + n), all heads as one vector
     return (attention * length)[:, prefix:]

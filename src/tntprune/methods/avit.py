@@ -132,7 +132,7 @@ class AdaptiveTokens(Method):
         return logits.sigmoid()
 
     def goes_on(self, total: torch.Tensor) -> torch.Tensor:
-        """Whether a token with such a sum of halting scores has not halted."""
+        """Return whether a token with such a sum of halting scores has not halted."""
         return total <= 1 - self.config.epsilon
 
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
@@ -178,7 +178,7 @@ class AdaptiveTokens(Method):
         return replace(tokens, state=state) if self.training else self.shrink(tokens, state)
 
     def begin(self, tokens: Tokens) -> Halting:
-        """The state before the first block."""
+        """Return the state before the first block."""
         total = torch.zeros_like(tokens.x[:, :, 0], dtype=torch.float32)
         read = tokens.x[:, : tokens.prefix] if self.layout.pool == "token" else tokens.x
         return Halting(total, torch.zeros_like(read, dtype=torch.float32), total if self.training else None)
@@ -213,7 +213,7 @@ class AdaptiveTokens(Method):
         return replace(tokens, state=state)
 
     def finish(self, tokens: Tokens, state: Halting) -> Tokens:
-        """Each token's weighted sum of its block outputs in place of the last block's output."""
+        """Return each token's weighted sum of its block outputs in place of the last block's output."""
         output = state.output.to(tokens.x.dtype)
         if self.layout.pool == "token":
             return replace(tokens, x=torch.cat([output, tokens.patches], 1), state=state)
@@ -222,7 +222,7 @@ class AdaptiveTokens(Method):
         return replace(tokens, x=output, index=index, size=None, carrier=source, state=state)  # (B, prefix + N, D)
 
     def penalty(self, tokens: Tokens, teacher: Tokens | None) -> torch.Tensor | None:
-        """The ponder loss, and the divergence of the mean halting scores from a Gaussian over depth."""
+        """Return the ponder loss, and the divergence of the mean halting scores from a Gaussian over depth."""
         state = tokens.state
         if not isinstance(state, Halting) or state.ponder is None:
             return None

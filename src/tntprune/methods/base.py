@@ -183,7 +183,7 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def penalty(self, tokens: Tokens, teacher: Tokens | None) -> torch.Tensor | None:
-        """What the method adds to the loss in training, a scalar, or None.
+        """Return what the method adds to the loss in training, a scalar, or None.
 
         Args:
             tokens: As they leave the model's last norm, with what the method has put into `state`.
@@ -197,7 +197,7 @@ class Method(nn.Module):
         return type(self).penalty is not Method.penalty
 
     def macs(self, step: Step) -> int:
-        """Multiply-accumulates that one step costs for one image."""
+        """Return the multiply-accumulates of one step per image."""
         return 0
 
     @classmethod

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """One value or several as a tuple."""
+    """Return one value or several as a tuple."""
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 
@@ -26,12 +26,12 @@ def show(values: Sequence[Any]) -> str:
 
 
 def is_int(value: Any) -> bool:
-    """A whole number that is not True or False."""
+    """Return whether a value is a whole number, and neither True nor False."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """A finite number that is not True or False, in the range of floats."""
+    """Return whether a value is a finite number in the range of floats, and neither True nor False."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -81,7 +81,7 @@ def check_flags(config: Config, *names: str) -> None:
 
 
 def choices(config: type[Config], name: str) -> tuple[Any, ...]:
-    """The words an option allows, None among them where it does; () where the option takes no words."""
+    """Return the words an option allows, None among them where it does; () where the option takes no words."""
     kind: Any = config
     hint = _hints(kind)[name]
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -93,7 +93,7 @@ _hints = cache(get_type_hints)  # evaluated once: a plan makes hundreds of confi
 
 
 def options(config: type[Config]) -> dict[str, Field[Any]]:
-    """The options of a method by name."""
+    """Return the options of a method by name."""
     return {f.name: f for f in fields(config)}
 
 

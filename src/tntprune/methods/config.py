@@ -14,7 +14,7 @@ MOST = 2**32 - 1  # the largest number in any option: seeds go as far
 
 
 def option(default: Any, help: str, *, learned: bool = False) -> Any:
-    """A field with the one-line help that the command line prints.
+    """Declare an option, with the one-line help that the command line prints.
 
     Args:
         default: Its default.
@@ -103,7 +103,7 @@ class Config:
         return self.given if len(self.given) == len(self.locations) else self.given * len(self.locations)
 
     def amount(self, turn: int) -> Any:
-        """What stays at one location, counted from 0: a count if `tokens` was given, else a rate."""
+        """Return what stays at one location, counted from 0: a count if `tokens` was given, else a rate."""
         return self.given[turn] if len(self.given) > 1 else self.given[0]
 
     def stay(self, turn: Turn, count: int) -> int:
@@ -149,7 +149,7 @@ class Config:
         return False
 
     def blocks(self, depth: int) -> tuple[int, ...]:
-        """The blocks at which tokens are removed from a model of so many blocks.
+        """Return the blocks at which tokens are removed from a model of so many blocks.
 
         Raises:
             UsageError: a location is not one of its blocks.
@@ -166,11 +166,11 @@ class Config:
         return self.locations
 
     def places(self, depth: int) -> tuple[Place, ...]:
-        """Where the method acts in a model of so many blocks, in order."""
+        """Return where the method acts in a model of so many blocks, in order."""
         return tuple(Place(block, self.is_inside) for block in self.blocks(depth))
 
     def step(self, turn: Turn, count: int, patches: int) -> Step | None:
-        """What happens at one of the places.
+        """Return what happens at one of the places.
 
         Args:
             turn: Which one.
@@ -184,7 +184,7 @@ class Config:
         return Step(turn.place, count, stay, stay) if stay < count else None
 
     def singles(self, depth: int) -> list[Any]:
-        """Each location on its own: copies with one location and what stays there."""
+        """Return each location on its own: copies with one location and what stays there."""
         found = []
         for number, at in enumerate(self.blocks(depth)):
             own = {}
@@ -207,7 +207,7 @@ class Config:
         """
 
     def changed(self, **changes: Any) -> Any:
-        """A copy with some options changed; giving `keep` or `tokens` takes the place of the other.
+        """Return a copy with some options changed; giving `keep` or `tokens` takes the place of the other.
 
         Raises:
             UsageError: the method has no such option, or a value is out of range.

@@ -69,7 +69,7 @@ class DynamicViT(Config):
         return True
 
     def share(self, number: int, patches: int) -> float:
-        """The share of all patches that is wanted at one location, which training aims at."""
+        """Return the share of all patches that is wanted at one location, which training aims at."""
         if self.tokens is not None:
             return min(1.0, float(self.amount(number)) / patches)
         amount: float = self.amount(number)
@@ -107,7 +107,7 @@ class Predictor(nn.Module):
         self.layers = nn.ModuleList([Affine(a, b, generator) for a, b in widths])
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """(B, n, D) and (B, n), 1 for tokens that take part, or None for all, to (B, n, 2) in fp32; 0 is keep."""
+        """Map (B, n, D) and (B, n), 1 for tokens that take part, None for all, to (B, n, 2) in fp32; 0 is keep."""
         norm = self.norm
         x = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
         x = F.gelu(self.layers[0](x))
@@ -177,7 +177,7 @@ class DynamicSparsification(ScoringMethod):
         return replace(tokens, size=mask, state=Decisions((*before, mask)))
 
     def penalty(self, tokens: Tokens, teacher: Tokens | None) -> torch.Tensor | None:
-        """The ratio loss and the distillation of tokens (the paper's equations 12 to 14)."""
+        """Return the ratio loss and the distillation of tokens (the paper's equations 12 to 14)."""
         if not isinstance(tokens.state, Decisions):
             return None
         masks, config = tokens.state.masks, self.config

@@ -139,7 +139,7 @@ class SlowFast(Method):
         return append(replace(take(tokens, kept), state=state), representative)  # (B, prefix + k + 1, D)
 
     def macs(self, step: Step) -> int:
-        """The CLS rows of the blocks since the step before, and the weighted mean."""
+        """Count the CLS rows of the blocks since the step before, and the weighted mean."""
         earlier = [one.place.block for one in self._steps if one.place.block < step.place.block]
         blocks = [block for block in self.seen(self._steps) if max(earlier, default=0) < block <= step.place.block]
         rows = len(blocks) * (step.entering + self.layout.prefix) * self.layout.attn_dim
@@ -147,12 +147,12 @@ class SlowFast(Method):
 
 
 def _divides(step: Step) -> bool:
-    """Whether tokens are divided in a step, or put together again."""
+    """Return whether tokens are divided in a step, or put together again."""
     return step.leaving > step.ranked
 
 
 def together(tokens: Tokens) -> Tokens:
-    """All patch tokens in one sequence: those in the blocks, then those that the representative stood for."""
+    """Return all patch tokens in one sequence: those in the blocks, then those that the representative stood for."""
     state = tokens.state
     if state.places is None:
         return tokens

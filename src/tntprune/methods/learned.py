@@ -25,7 +25,7 @@ def renamed(config: Config, learned: dict[str, torch.Tensor]) -> dict[str, torch
 
 
 def missing_in(learned: Iterable[str], wanted: Iterable[str]) -> str | None:
-    """What was not learned though it is wanted, as a sentence's end; None if nothing is missing.
+    """Return what was not learned though it is wanted, as a sentence's end; None if nothing is missing.
 
     Args:
         learned: Names such as scorers.6.layers.0.weight.
@@ -42,7 +42,7 @@ def missing_in(learned: Iterable[str], wanted: Iterable[str]) -> str | None:
 
 
 def blocks_of(learned: Iterable[str]) -> list[int]:
-    """The blocks that something was learned for, by names such as scorers.6.layers.0.weight."""
+    """Return the blocks that something was learned for, by names such as scorers.6.layers.0.weight."""
     numbers = (re.match(r"(?:parts\.\d+\.)?\w+\.(\d+)", name) for name in learned)
     return sorted({int(found[1]) for found in numbers if found})
 

@@ -49,7 +49,7 @@ class RandomDrop(ScoringMethod):
         self.rank = self.ranks().to(self.rank.device)
 
     def ranks(self) -> torch.Tensor:
-        """Which one each place of the model's own grid is in the order, after a first entry for a token without place.
+        """Return the rank of each place of the model's own grid, after a first entry for a token without a place.
 
         Made beforehand, for it takes whole numbers of 64 bits, which not every runtime has.
         """

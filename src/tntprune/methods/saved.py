@@ -15,7 +15,7 @@ VERSION = 1  # raised when a field changes its meaning
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """A config as plain JSON values."""
+    """Return a config as plain JSON values."""
     about = {"version": VERSION, "method": config.method}
     if parts := getattr(config, "parts", None):
         return {**about, "parts": [to_dict(part) for part in parts]}
@@ -24,7 +24,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(data: dict[str, Any]) -> Config:
-    """A config from what `to_dict` made.
+    """Return a config from what `to_dict` made.
 
     Raises:
         UsageError: it comes from a newer version, or has an unknown method or option.

@@ -11,7 +11,7 @@ from tntprune.methods.steps import Place, Step, Turn
 
 
 def schedule(configs: Sequence[Config], patches: int, depth: int) -> tuple[Step, ...]:
-    """The steps at which tokens are removed, in order; a place where everything stays has none.
+    """Return the steps at which tokens are removed, in order; a place where everything stays has none.
 
     Args:
         configs: One reduction, or several that share a model.

@@ -13,7 +13,7 @@ from tntprune.methods.registry import find_method
 
 
 def config_from_text(text: str) -> Config:
-    """A config from one line: a method's name and its options, such as "tome at=6,7,8 r=10".
+    """Return a config from one line: a method's name and its options, such as "tome at=6,7,8 r=10".
 
     Raises:
         UsageError: there is no such method or option, or a value is out of range.

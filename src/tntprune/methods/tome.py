@@ -130,7 +130,7 @@ class TokenMerging(Method):
         return "heads" if self.config.metric != "x" else ""
 
     def compared(self, tokens: Tokens, heads: Heads | None) -> torch.Tensor:
-        """What is compared of each patch token, (B, n, width)."""
+        """Return what is compared of each patch token, (B, n, width)."""
         if self.config.metric == "x":
             return tokens.patches
         assert heads is not None
@@ -147,7 +147,7 @@ class TokenMerging(Method):
         return tokens
 
     def macs(self, step: Step) -> int:
-        """The comparisons, as in the paper's closed form; merging is a weighted sum of tokens, D for each that goes."""
+        """Count the comparisons, as in the paper's closed form, and D for each token that is merged away."""
         layout, metric = self.layout, self.config.metric
         width = {"mean": layout.attn_dim // layout.heads, "concat": layout.attn_dim, "x": layout.embed_dim}[metric]
         pairs = sum((count // 2) * (count - count // 2) for count, _ in _passes(step))

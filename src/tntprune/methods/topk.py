@@ -54,12 +54,12 @@ class TopK(Config):
 
 
 def readers(rows: Literal["cls", "mean"], layout: Layout) -> int:
-    """How many prefix tokens' attention ranks the patches: the CLS token's, or also the distillation token's."""
+    """Return how many prefix tokens' attention ranks the patches: the CLS token's, or also the distillation token's."""
     return 2 if rows == "mean" and layout.distilled else 1
 
 
 def received(heads: Heads, readers: int, prefix: int) -> torch.Tensor:
-    """What the first tokens attend to each patch token, averaged over heads and over them; (B, n) in fp32."""
+    """Return what the first tokens attend to each patch token, averaged over heads and over them; (B, n) in fp32."""
     return heads.rows(readers).mean((1, 2))[:, prefix:]
 
 

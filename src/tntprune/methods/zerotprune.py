@@ -83,7 +83,7 @@ class ZeroTPrune(Config):
         return True
 
     def rounds(self, block: int, depth: int) -> int:
-        """Rounds of voting after one block."""
+        """Return the rounds of voting after a block."""
         if self.iterations is not None:
             given: tuple[int, ...] = self.iterations  # type: ignore[assignment]
             return given[self.locations.index(block)] if len(given) > 1 else given[0]
@@ -199,7 +199,7 @@ class ZeroTokenPruning(Method):
 
 
 def subgraph(attention: torch.Tensor, left: torch.Tensor, prefix: int) -> torch.Tensor:
-    """The graph of the prefix tokens and some patch tokens, (B, heads, prefix + m, prefix + m), rows that sum to 1.
+    """Return the graph of the prefix tokens and m patch tokens, (B, heads, prefix + m, prefix + m); rows sum to 1.
 
     Args:
         attention: (B, heads, prefix + n, prefix + n).

@@ -36,23 +36,23 @@ class Heads:
     drop: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def first(self, count: int) -> Heads:
-        """The same for the queries of the first tokens alone; the keys are still all there."""
+        """Return the heads for the queries of the first tokens alone; the keys are still all there."""
         bias = self.bias if self.bias is None or self.bias.shape[-2] == 1 else self.bias[..., :count, :]
         return replace(self, query=self.query[:, :, :count], bias=bias)
 
     def rows(self, first: int) -> torch.Tensor:
-        """What the first tokens attend to, (B, heads, first, n) in fp32, rows that sum to 1. Costs first rows."""
+        """Return the attention of the first tokens, (B, heads, first, n) in fp32; each row sums to 1."""
         if self.attention is not None:
             return self.attention[:, :, :first].float()
         return self.logits(self.query[:, :, :first]).float().softmax(-1)
 
     def logits(self, query: torch.Tensor) -> torch.Tensor:
-        """Queries of the first m tokens, (B, heads, m, head_dim), to (B, heads, m, n), before the softmax."""
+        """Map queries of the first m tokens, (B, heads, m, head_dim), to (B, heads, m, n), before the softmax."""
         logits = query * self.scale @ self.key.transpose(-2, -1)
         return logits if self.bias is None else logits + self.bias[..., : query.shape[2], :]
 
     def map(self) -> torch.Tensor:
-        """The whole attention map, (B, heads, n, n), in fp32."""
+        """Return the whole attention map, (B, heads, n, n), in fp32."""
         return self.logits(self.query).float().softmax(-1) if self.attention is None else self.attention
 
     def output(self) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Heads:
 
 
 def log_size(size: torch.Tensor, prefix: int, power: float | torch.Tensor) -> torch.Tensor:
-    """A bias for attention from the sizes of tokens: 0 takes no part.
+    """Return a bias for attention from the sizes of tokens: 0 takes no part.
 
     Args:
         size: (B, n), how many patches each patch token stands for, 0 where there is none.

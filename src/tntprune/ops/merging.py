@@ -31,7 +31,7 @@ def choose(
     score_weight: float,
     size_weight: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which tokens stay, which go, and where to. No gradient goes through.
+    """Return which tokens stay, which go, and where to. No gradient goes through.
 
     A token's importance is its distance from the most similar token of a higher score, 1 - cosine and at most 1, times
     exp(score_weight * its score), times its size ** size_weight. Of equal scores the first counts as the higher.

@@ -12,12 +12,12 @@ from tntprune.ops.tokens import Tokens, merge, ranking, take
 
 
 def halves(order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two groups: the first half of an order (rounded down) loses tokens to the rest."""
+    """Return the two groups: the first half of an order (rounded down) loses tokens to the rest."""
     return order[: len(order) // 2], order[len(order) // 2 :]
 
 
 def nearest(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What in one group is most similar to each member of the other. In fp32, and no gradient goes through.
+    """Return what in one group is most similar to each member of the other. In fp32, and no gradient goes through.
 
     Args:
         first: (B, a, d), those that look for a match.

@@ -62,7 +62,7 @@ def start(x: torch.Tensor, prefix: int, follow: bool = False) -> Tokens:
 
 
 def pick(values: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Rows by position: (B, n, ...) and (B, k) give (B, k, ...).
+    """Return rows by position: (B, n, ...) and (B, k) give (B, k, ...).
 
     Whole rows of one long list are copied as they lie: on CPU twice as fast as an index for each dimension, and six
     times as fast as a gather with an expanded index.
@@ -87,7 +87,7 @@ def in_order(positions: torch.Tensor) -> torch.Tensor:
 
 
 def written_as_onnx() -> bool:
-    """Whether `torch.onnx.export` is at work, which has no stable sort and would compute the K of a TopK.
+    """Return whether `torch.onnx.export` is at work, which has no stable sort and would compute the K of a TopK.
 
     ONNX's TopK is stable, and runtimes such as TensorRT take only a constant K.
     """
@@ -221,7 +221,7 @@ def fill(tokens: Tokens, grid: tuple[int, int]) -> torch.Tensor:
 
 
 def shuffled(index: torch.Tensor, seed: int) -> torch.Tensor:
-    """A key for each place, to sort places by in an order that depends on nothing but the seed.
+    """Return a key for each place, to sort places by in an order that depends on nothing but the seed.
 
     ``x -> x^5 mod 2^31 - 1`` gives different places different keys (5 shares no factor with 2^31 - 2), so no random
     generator is touched, no tie is left to the device, and every device gets the same order.
@@ -236,7 +236,7 @@ def shuffled(index: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def order(n: int, seed: int, device: torch.device | None = None) -> torch.Tensor:
-    """A seeded permutation of n places, (n,) int64."""
+    """Return a seeded permutation of n places, (n,) int64."""
     return shuffled(torch.arange(n, device=device), seed).argsort()
 
 

@@ -56,7 +56,7 @@ class HuggingFace(Backbone):
         return None
 
     def pool(self, model: nn.Module) -> str:
-        """What the head reads, as in `Layout`."""
+        """Return what the head reads, as in `Layout`."""
         return "token"
 
     def layout(self, model: nn.Module) -> Layout:
@@ -90,7 +90,7 @@ class HuggingFace(Backbone):
 
     @abstractmethod
     def ends(self, model: Any, costs: Costs, shape: Layout) -> Costs:
-        """The costs with those before the first and after the last block; so far the final norm is for each token."""
+        """Add the costs before the first and after the last block. The final norm is counted per token so far."""
 
     def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         return self.answer(model, images).logits  # a whole CLIP would ask for words too
@@ -109,15 +109,15 @@ class HuggingFace(Backbone):
         return Answer(*self.head(model, tokens, tower.pooled(tokens)), tokens)
 
     def unpruned(self, tower: Any, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The last tokens of a tower that is not reduced, (B, prefix + N, D), and what it pools of them."""
+        """Return the last tokens of a tower that is not reduced, (B, prefix + N, D), and what it pools of them."""
         out = tower(images, **self.anatomy.options(tower, images))
         return out.last_hidden_state, out.pooler_output
 
     @abstractmethod
     def head(self, model: Any, tokens: Tokens, pooled: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits, and those for cross-entropy, of what a tower gives; of a model without classes the embedding."""
+        """Return the logits and those for cross-entropy; of a model without classes the embedding."""
 
 
 def linears(*modules: nn.Module) -> int:
-    """Multiply-accumulates of all linear layers in some modules, for each token."""
+    """Return multiply-accumulates of all linear layers in some modules, for each token."""
     return sum(m.weight.numel() for module in modules for m in module.modules() if isinstance(m, nn.Linear))

@@ -63,11 +63,11 @@ class Anatomy:
     interpolates: bool = True
 
     def grid(self, tower: Any, images: torch.Tensor) -> tuple[int, int]:
-        """Rows and columns of patches of such images."""
+        """Return rows and columns of patches of such images."""
         height, width = self.patch(tower).stride
         return images.shape[-2] // height, images.shape[-1] // width
 
     def options(self, tower: Any, images: torch.Tensor) -> dict[str, Any]:
-        """What its embedding has to be told of images of this size, where the caller does not say."""
+        """Return what its embedding has to be told of images of this size, where the caller does not say."""
         own = tuple(images.shape[-2:]) == self.image_size(tower)
         return {"interpolate_pos_encoding": True} if self.interpolates and not own else {}

@@ -24,7 +24,7 @@ from tntprune.ops.tokens import Tokens
 
 
 def parts(block: Any) -> Parts:
-    """The parts of a block of CLIP, which SigLIP's are named after."""
+    """Return the parts of a block of CLIP, which SigLIP's are named after."""
     attention = block.self_attn
     return Parts(
         block.layer_norm1, attention, attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj,
@@ -74,7 +74,7 @@ class CLIPVisionModel(ReducedTower, clip.CLIPVisionModel):  # type: ignore[misc]
         return self.post_layernorm(tokens.x[:, 0, :])  # type: ignore[no-any-return]
 
     def forward(self, pixel_values: Any = None, interpolate_pos_encoding: Any = False, **kwargs: Any) -> Any:
-        """Images to the tokens that are left, and to the CLS token, normalised."""
+        """Turn images into the tokens that are left, and to the CLS token, normalised."""
         masks = (kwargs.get("attention_mask"),)
         return self.answer(pixel_values, masks, kwargs, interpolate_pos_encoding=interpolate_pos_encoding)
 
@@ -93,7 +93,7 @@ class CLIPForImageClassification(ReducedPooling, clip.CLIPForImageClassification
     pool = staticmethod(mean_by_size)
 
     def forward(self, pixel_values: Any = None, labels: Any = None, **kwargs: Any) -> Any:
-        """Images to logits, as the unpruned model; the mean weighs merged tokens by their size."""
+        """Turn images into logits, as the unpruned model; the mean weighs merged tokens by their size."""
         options = {"interpolate_pos_encoding": kwargs.pop("interpolate_pos_encoding", False)}
         found = self.vision_model.outputs(pixel_values, (kwargs.get("attention_mask"),), kwargs, pools=False, **options)
         return self.classify(labels, found, kwargs)

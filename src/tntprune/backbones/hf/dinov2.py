@@ -75,12 +75,12 @@ class _Model(_Tower):
     def forward(
         self, pixel_values: Any = None, bool_masked_pos: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
-        """Images to the tokens that are left, normalised."""
+        """Turn images into the tokens that are left, normalised."""
         return self.answer(pixel_values, (bool_masked_pos, attention_mask), kwargs)
 
 
 def _pool(tokens: Tokens) -> torch.Tensor:
-    """What the classifiers read: the CLS token and the mean of the patch tokens, (B, 2 D)."""
+    """Return what the classifiers read: the CLS token and the mean of the patch tokens, (B, 2 D)."""
     return torch.cat([tokens.x[:, 0], mean_by_size(tokens)], dim=1)
 
 
@@ -90,7 +90,7 @@ class _Classifier(ReducedPooling):
     def forward(
         self: Any, pixel_values: Any = None, labels: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
-        """Images to logits, as the unpruned model; the mean weighs merged tokens by their size."""
+        """Turn images into logits, as the unpruned model; the mean weighs merged tokens by their size."""
         tower: Any = self.get_submodule(self.base_model_prefix)
         loss = {name: value for name, value in kwargs.items() if name != "return_dict"}
         return self.classify(
@@ -100,7 +100,7 @@ class _Classifier(ReducedPooling):
 
 class _Backbone(_Tower):
     def forward(self: Any, pixel_values: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """Images to a map of every stage that is asked for, with dropped places filled as in `tntprune.features`.
+        """Turn images into a map of each stage asked for, with dropped places filled as in `tntprune.features`.
 
         Of a stage come the tokens that its block computed, before those go that are dropped after it; of the last, what
         is left.

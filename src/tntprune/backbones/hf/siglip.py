@@ -65,7 +65,7 @@ class SiglipVisionModel(ReducedTower, siglip.SiglipVisionModel):  # type: ignore
         return self.head(tokens.x, tokens.size) if self.use_head else None
 
     def forward(self, pixel_values: Any, interpolate_pos_encoding: Any = False, **kwargs: Any) -> Any:
-        """Images to the tokens that are left, normalised, and pooled where the model does that."""
+        """Turn images into the tokens that are left, normalised, and pooled where the model does that."""
         masks = (kwargs.get("attention_mask"),)
         return self.answer(pixel_values, masks, kwargs, interpolate_pos_encoding=interpolate_pos_encoding)
 
@@ -82,7 +82,7 @@ class SiglipForImageClassification(ReducedPooling, siglip.SiglipForImageClassifi
     def forward(
         self, pixel_values: Any = None, labels: Any = None, interpolate_pos_encoding: Any = False, **kwargs: Any
     ) -> Any:
-        """Images to logits, as the unpruned model; the mean weighs merged tokens by their size."""
+        """Turn images into logits, as the unpruned model; the mean weighs merged tokens by their size."""
         options = {"interpolate_pos_encoding": interpolate_pos_encoding}
         found = self.vision_model.outputs(pixel_values, (kwargs.get("attention_mask"),), kwargs, pools=False, **options)
         return self.classify(labels, found, kwargs)

@@ -204,7 +204,7 @@ class ReducedTower(ReducedModel, Reduced):
         return {number % count for number in numbers}
 
     def answer(self, pixel_values: torch.Tensor, masks: tuple[Any, ...], flags: dict[str, Any], **options: Any) -> Any:
-        """What `forward` returns; see `outputs`."""
+        """Return what `forward` returns; see `outputs`."""
         return as_asked(self, self.outputs(pixel_values, masks, flags, **options)[1], flags)
 
 
@@ -214,7 +214,7 @@ class ReducedPooling(ReducedModel):
     def classify(
         self: Any, labels: torch.Tensor | None, found: tuple[Tokens, Any], flags: dict[str, Any], **loss: Any
     ) -> Any:
-        """What `forward` returns.
+        """Return what `forward` returns.
 
         Args:
             labels: (B,), for a loss.
@@ -229,13 +229,13 @@ class ReducedPooling(ReducedModel):
 
 
 def as_asked(model: Any, out: Any, flags: dict[str, Any]) -> Any:
-    """An output of transformers as it is, or as a tuple where `return_dict` is False."""
+    """Return an output of transformers as it is, or as a tuple where `return_dict` is False."""
     given = flags.get("return_dict")
     return out if (model.config.return_dict if given is None else given) else out.to_tuple()
 
 
 def mean_by_size(tokens: Tokens) -> torch.Tensor:
-    """The mean of the patch tokens, (B, n, D) to (B, D): a merged one counts as often as it stands for patches."""
+    """Return the mean of the patch tokens, (B, n, D) to (B, D), weighted by their sizes."""
     if tokens.size is None:
         return tokens.patches.mean(1)
     size = tokens.size[:, :, None]

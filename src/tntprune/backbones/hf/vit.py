@@ -76,7 +76,7 @@ class _Tower(ReducedTower):
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Images to the tokens that are left, normalised."""
+        """Turn images into the tokens that are left, normalised."""
         masks = (bool_masked_pos, attention_mask)
         return self.answer(pixel_values, masks, kwargs, interpolate_pos_encoding=interpolate_pos_encoding)
 

@@ -22,7 +22,7 @@ class ReducedTimm(Intermediates, Reduced):
     """forward and forward_features as timm has them, with the reduction in between."""
 
     def tokens(self: Any, images: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tokens:
-        """Images to what is left of their tokens, normalised."""
+        """Turn images into what is left of their tokens, normalised."""
         if isinstance(images, torch.fx.Proxy):  # whose mask is one too, though nobody gave any
             attn_mask, is_causal = None, False
         if attn_mask is not None or is_causal:
@@ -30,11 +30,11 @@ class ReducedTimm(Intermediates, Reduced):
         return self.final_tokens(images)  # type: ignore[no-any-return]
 
     def forward_features(self, x: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> torch.Tensor:
-        """Images to the tokens that are left, (B, prefix + n, D), normalised."""
+        """Turn images into the tokens that are left, (B, prefix + n, D), normalised."""
         return self.tokens(x, attn_mask, is_causal).x
 
     def forward(self: Any, x: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> torch.Tensor:
-        """Images to logits, as the unpruned model; mean and map pooling weigh merged tokens by their size."""
+        """Turn images into logits, as the unpruned model; mean and map pooling weigh merged tokens by their size."""
         return self.classify(self.tokens(x, attn_mask, is_causal))  # type: ignore[no-any-return]
 
     def classify(self: Any, tokens: Tokens) -> torch.Tensor:
@@ -47,7 +47,7 @@ class ReducedTimm(Intermediates, Reduced):
         return logits
 
     def pool_by_size(self: Any, tokens: Tokens) -> torch.Tensor:
-        """(B, n, D) to (B, D)."""
+        """Map (B, n, D) to (B, D)."""
         x, size = tokens.patches, tokens.size
         assert size is not None
         if _pools_prefix(self):
@@ -95,7 +95,7 @@ class Timm(Backbone):
         )
 
     def block_cost(self, block: Any, width: int) -> BlockCost:
-        """What one block of width D costs."""
+        """Return what one block of width D costs."""
         return block_cost(block, width)
 
     def costs(self, model: Any) -> Costs:
@@ -135,5 +135,5 @@ class Timm(Backbone):
 
 
 def _pools_prefix(model: Any) -> bool:
-    """Whether the head pools prefix tokens too: EVA's attention pooling always does, others say so."""
+    """Return whether the head pools prefix tokens too: EVA's attention pooling always does, others say so."""
     return bool(getattr(model, "pool_include_prefix", getattr(model, "attn_pool", None) is not None))

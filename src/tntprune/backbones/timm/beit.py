@@ -91,7 +91,7 @@ class ReducedBeit(ReducedTimm, Beit):  # type: ignore[misc]
 
 
 def _bias(biased: Any, rows: torch.Tensor) -> torch.Tensor:
-    """(B, m, m) rows of a table of biases to (B, heads, m, m)."""
+    """Return (B, m, m) rows of a table of biases to (B, heads, m, m)."""
     table = F.pad(biased.relative_position_bias_table.t(), (0, 1))  # (heads, pairs + 1), the last one 0
     bias: torch.Tensor = table.index_select(1, rows.flatten()).unflatten(1, rows.shape)  # (heads, B, m, m)
     return bias.transpose(0, 1)
@@ -104,7 +104,7 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
 
 
 def _biased(model: Any) -> Any:
-    """A module with a table of biases; the pairs' rows are the same in all of them."""
+    """Return a module with a table of biases; the pairs' rows are the same in all of them."""
     own = [block.attn for block in model.blocks if block.attn.relative_position_bias_table is not None]
     return model.rel_pos_bias if model.rel_pos_bias is not None or not own else own[0]
 

@@ -59,7 +59,7 @@ class OpenAttention:
     """An attention that a reduction can look at. Comes before a family's own class."""
 
     def heads(self, x: torch.Tensor, bias: torch.Tensor | None, **context: Any) -> Heads:
-        """(B, n, D) and a bias to queries, keys and values, (B, heads, n, head_dim) each."""
+        """Return (B, n, D) and a bias to queries, keys and values, (B, heads, n, head_dim) each."""
         return heads_of(self, x, bias)
 
     def forward(self: Any, x: torch.Tensor, *args: Any, inside: Inside | None = None, **context: Any) -> torch.Tensor:
@@ -70,7 +70,7 @@ class OpenAttention:
 
 
 def heads_of(attention: Any, x: torch.Tensor, bias: torch.Tensor | None, turn: Turn | None = None) -> Heads:
-    """(B, n, D) to queries, keys and values, (B, heads, n, head_dim) each.
+    """Return (B, n, D) to queries, keys and values, (B, heads, n, head_dim) each.
 
     Args:
         attention: The module.
@@ -108,7 +108,7 @@ def _qkv(attention: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _project(attention: Any, out: torch.Tensor, x: torch.Tensor, inside: Inside) -> torch.Tensor:
-    """What the heads give, (B, heads, n, head_dim), to (B, n, D); `x` is what went into the attention."""
+    """Return what the heads give, (B, heads, n, head_dim), to (B, n, D); `x` is what went into the attention."""
     out = out.transpose(1, 2).flatten(2)  # (B, n, heads * head_dim)
     norm, gate = getattr(attention, "norm", None), getattr(attention, "gate", None)  # newer timm has the gate
     if norm is not None:
@@ -120,7 +120,7 @@ def _project(attention: Any, out: torch.Tensor, x: torch.Tensor, inside: Inside)
 
 
 def block_cost(block: Any, width: int) -> BlockCost:
-    """What a block with `attn` and `mlp` costs; `width` is D."""
+    """Return what a block with `attn` and `mlp` costs; `width` is D."""
     attention = block.attn
     inner = attention.proj.in_features
     keys = inner if attention.qkv is not None else attention.k_proj.out_features
@@ -138,10 +138,10 @@ def block_cost(block: Any, width: int) -> BlockCost:
 
 
 def linears(module: nn.Module) -> int:
-    """What all linear layers of a module cost for one token."""
+    """Return what all linear layers of a module cost for one token."""
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
 def norm_cost(module: nn.Module, width: int) -> int:
-    """What a norm over `width` elements costs, as fvcore counts a LayerNorm."""
+    """Return what a norm over `width` elements costs, as fvcore counts a LayerNorm."""
     return 0 if isinstance(module, nn.Identity) else 5 * width

@@ -83,7 +83,7 @@ class ReducedEva(ReducedTimm, Eva):  # type: ignore[misc]
         return {"rope": self.rope_of(number, places)}
 
     def rope_of(self: Any, number: int, places: Turns | None) -> torch.Tensor | None:
-        """One block's, as it takes it."""
+        """Return one block's, as it takes it."""
         if places is None or not self.rope_mixed:
             return None if places is None else places.rope
         table = places.table[number - 1]  # (heads, N, 2 * head_dim)

@@ -39,14 +39,14 @@ class Scorer(nn.Module):
         self.layers = nn.ModuleList([Affine(a, b, generator) for a, b in pairwise(widths)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, n, D) to (B, n)."""
+        """Map (B, n, D) to (B, n)."""
         for depth, layer in enumerate(self.layers):
             x = layer(F.gelu(x) if depth else x)
         return x.squeeze(-1)
 
 
 def one_each(blocks: Sequence[int], value: float) -> nn.ParameterDict:
-    """A number to learn for each block."""
+    """Return a number to learn for each block."""
     return nn.ParameterDict({str(block): torch.full((1,), value) for block in blocks})
 
 
@@ -169,7 +169,7 @@ class TrainingNoise(ScoringMethod):
         return replace(tokens, x=torch.cat([prefix, noisy], 1))
 
     def capacity(self, tokens: Tokens) -> float | torch.Tensor:
-        """How many tokens can pass free of noise."""
+        """Return how many tokens can pass free of noise."""
         share = self.options.capacity
         if share == "one":
             return 1.0
@@ -190,7 +190,7 @@ class TrainingNoise(ScoringMethod):
         return tokens
 
     def merge(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
-        """Fewer tokens, each with what went folded in; in training, gradients reach all that is learned."""
+        """Return fewer tokens, each with what went folded in; in training, gradients reach all that is learned."""
         score = standardised(self.score(tokens))
         compared = tokens.patches
         if self.config.metric == "mean":
@@ -205,7 +205,7 @@ class TrainingNoise(ScoringMethod):
         return fold(tokens, stay, go, target, weight, share, self.norm_corrections[block].float().clamp(min=0))
 
     def groups(self, count: int, device: torch.device) -> torch.Tensor:
-        """The order (count,) whose first half is the group that loses tokens."""
+        """Return the order (count,) whose first half is the group that loses tokens."""
         if self.config.partition == "sequential":  # the worse half
             return torch.arange(count, device=device).flip(0)
         ready: torch.Tensor | None = getattr(self, f"order{count}", None)
