@@ -26,22 +26,23 @@ STAMPS = ROOT / "docs" / "stamps.json"
 LONG = 80  # characters; a longer text is prose of a page and no figure depends on it
 
 CODE = {  # what figures depend on: files and folders of src/tntprune
-    "reducing": ("attention.py", "backbones", "config", "methods", "reduce.py", "schedule.py", "tokens.py"),
-    "counting": ("counting.py",),
-    "reading": ("data.py", "images.py", "loading.py"),
-    "judging": ("evaluation.py", "precision.py"),
+    "reducing": ("backbones", "methods", "ops", "reduce.py"),
+    "counting": ("analysis/macs.py",),
+    "reading": ("data/folders.py", "data/images.py", "data/loading.py"),
+    "judging": ("analysis/evaluate.py", "system/precision.py"),
     "training": (
-        "augment.py", "batches.py", "gradients.py", "learning.py", "mixing.py", "recipes.py", "train.py", "trainer.py",
-        "training.py", "tuning.py",
+        "data/augment.py", "data/batches.py", "data/mixing.py", "training/calibrate.py", "training/config.py",
+        "training/frozen_pass.py", "training/gradients.py", "training/learning.py", "training/recipes.py",
+        "training/trainer.py", "training/tuning.py",
     ),
-    "timing": ("bench/clock.py", "oracle.py"),
+    "timing": ("analysis/speed_bound.py", "system/clock.py"),
     "bench": ("bench",),
-    "filling": ("dense.py",),
+    "filling": ("analysis/features.py",),
     "exporting": ("exporters",),
-    "shipping": ("pretrained",),
+    "shipping": ("assets/pretrained",),
     "latency": ("search/latency.py",),
     "paper": ("paper",),
-    "pretraining": ("pretraining.py", "backbones/vit16.py"),
+    "pretraining": ("training/pretraining.py",),
 }  # fmt: skip
 
 
