@@ -129,9 +129,9 @@ class AdaptiveTokenSampling(Method):
         shortest, longest = 0, step.leaving
         if not torch.compiler.is_compiling() and len(chosen):  # one graph for all images has to have one length
             shortest, longest = torch.stack(chosen.sum(1).aminmax()).tolist()
-        keep = ranking(chosen.float(), descending=True)[:, :longest]  # in order, padding last
-        tokens = take(tokens, keep)  # (B, prefix + longest, D)
-        return tokens if shortest == longest else pad(tokens, chosen.gather(1, keep))
+        stay = ranking(chosen.float(), descending=True)[:, :longest]  # in order, padding last
+        tokens = take(tokens, stay)  # (B, prefix + longest, D)
+        return tokens if shortest == longest else pad(tokens, chosen.gather(1, stay))
 
     def macs(self, step: Step) -> int:
         return 2 * (step.entering + self.layout.prefix) * self.layout.attn_dim  # the row and the lengths

@@ -156,8 +156,8 @@ class AdaptiveTokens(Method):
     def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
         if self.config.at is None:
             return self.halt(tokens, step)
-        keep = ranking(tokens.state)[:, : step.leaving]
-        return replace(take(tokens, keep), state=tokens.state.gather(1, keep))
+        stay = ranking(tokens.state)[:, : step.leaving]
+        return replace(take(tokens, stay), state=tokens.state.gather(1, stay))
 
     def halt(self, tokens: Tokens, step: Step) -> Tokens:
         """Take out the tokens whose halting scores add up to 1."""
@@ -207,9 +207,9 @@ class AdaptiveTokens(Method):
         most = max(1, most)
         state = state._replace(masked=least < tokens.prefix + most)
         if most < tokens.count:
-            keep = ranking(stays.int(), descending=True)[:, :most]  # in the order they had
-            total = [state.total[:, : tokens.prefix], state.total[:, tokens.prefix :].gather(1, keep)]
-            tokens, state = take(tokens, keep), state._replace(total=torch.cat(total, 1))  # (B, prefix + most)
+            stay = ranking(stays.int(), descending=True)[:, :most]  # in the order they had
+            total = [state.total[:, : tokens.prefix], state.total[:, tokens.prefix :].gather(1, stay)]
+            tokens, state = take(tokens, stay), state._replace(total=torch.cat(total, 1))  # (B, prefix + most)
         return replace(tokens, state=state)
 
     def finish(self, tokens: Tokens, state: Halting) -> Tokens:

@@ -168,8 +168,8 @@ class ZeroTokenPruning(Method):
             feature = heads.key.transpose(1, 2).flatten(2)[:, tokens.prefix :]  # (B, n, C), of all heads
         rounds, similar = self.config.rounds(step.place.block, self.layout.depth), step.ranked - step.leaving
         if self.config.stages == "is":
-            keep = top(self.importance(attention, rounds), step.ranked)  # (B, ranked)
-            return take(tokens, without_similar(feature, keep, similar) if similar else keep)
+            stay = top(self.importance(attention, rounds), step.ranked)  # (B, ranked)
+            return take(tokens, without_similar(feature, stay, similar) if similar else stay)
         left = torch.arange(tokens.count, device=attention.device).expand(tokens.x.shape[0], -1)  # (B, n)
         if similar:
             left = without_similar(feature, top(self.importance(attention, 1), step.entering), similar)  # (B, m)

@@ -72,7 +72,7 @@ def length(x: torch.Tensor) -> torch.Tensor:
 
 def fold(
     tokens: Tokens,
-    keep: torch.Tensor,
+    stay: torch.Tensor,
     source: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor,
@@ -90,9 +90,9 @@ def fold(
 
     Args:
         tokens: n patch tokens.
-        keep: (B, k), positions of those that stay, in the order in which they are to stand.
+        stay: (B, k), positions of those that stay, in the order in which they are to stand.
         source: (B, r), positions of those that go.
-        target: (B, r), where in `keep` each goes.
+        target: (B, r), where in `stay` each goes.
         weight: (B, n), above 0: what each counts for in the mean, beside the number of patches that it stands for.
         share: (B, r), above 0 and at most 1: how much of each that goes is merged, while the rest is dropped; None is
             all of it.
@@ -102,11 +102,11 @@ def fold(
         k patch tokens.
     """
     size = torch.ones_like(tokens.index, dtype=torch.float32) if tokens.size is None else tokens.size
-    kept = take(replace(tokens, size=size, carrier=None), keep)
+    kept = take(replace(tokens, size=size, carrier=None), stay)
     assert kept.size is not None
-    lands = target[:, None] == torch.arange(keep.shape[1], device=keep.device)[:, None]  # (B, k, r)
+    lands = target[:, None] == torch.arange(stay.shape[1], device=stay.device)[:, None]  # (B, k, r)
     gone = size.gather(1, source) if share is None else size.gather(1, source) * share  # (B, r), in patches
-    own = kept.size * weight.gather(1, keep).float()
+    own = kept.size * weight.gather(1, stay).float()
     extra = lands * (gone * weight.gather(1, source).float())[:, None]
     total = own + extra.sum(2)  # (B, k)
     own, extra = (own / total).to(kept.x.dtype)[:, :, None], (extra / total[:, :, None]).to(kept.x.dtype)
@@ -118,8 +118,8 @@ def fold(
             x = (x * (long / length(x)).pow(norm_correction).clamp(max=LONGEST)).to(x.dtype)
     carrier = tokens.carrier
     if carrier is not None:
-        new = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
-        carrier = follow(carrier, torch.cat([keep, source], 1), torch.cat([new, target], 1), tokens.count)
+        new = torch.arange(stay.shape[1], device=stay.device).expand_as(stay)
+        carrier = follow(carrier, torch.cat([stay, source], 1), torch.cat([new, target], 1), tokens.count)
     return replace(
         kept,
         x=torch.cat([kept.x[:, : tokens.prefix], x], 1),  # (B, prefix + k, D)

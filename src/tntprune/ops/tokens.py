@@ -146,9 +146,9 @@ def merge(tokens: Tokens, stay: torch.Tensor, into: torch.Tensor, source: torch.
     Returns:
         a + b patch tokens.
     """
-    alone, keep = stay.shape[1], torch.cat([stay, into.expand(stay.shape[0], -1)], 1)  # (B, a + b)
+    alone, left = stay.shape[1], torch.cat([stay, into.expand(stay.shape[0], -1)], 1)  # (B, a + b)
     size = torch.ones_like(tokens.index, dtype=torch.float32) if tokens.size is None else tokens.size
-    kept = take(replace(tokens, size=size, carrier=None), keep)
+    kept = take(replace(tokens, size=size, carrier=None), left)
     size_of_kept = kept.size
     assert size_of_kept is not None
     lands = target[:, None] == torch.arange(into.shape[0], device=into.device)[:, None]  # (B, b, r)
@@ -164,8 +164,8 @@ def merge(tokens: Tokens, stay: torch.Tensor, into: torch.Tensor, source: torch.
         x.mul_(own).baddbmm_(extra, moved)
     carrier = tokens.carrier
     if carrier is not None:
-        new = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
-        old, new = torch.cat([keep, source], 1), torch.cat([new, target + alone], 1)  # (B, a + b + r)
+        new = torch.arange(left.shape[1], device=left.device).expand_as(left)
+        old, new = torch.cat([left, source], 1), torch.cat([new, target + alone], 1)  # (B, a + b + r)
         carrier = follow(carrier, old, new, tokens.count)
     return replace(kept, size=torch.cat([size_of_kept[:, :alone], total], 1), carrier=carrier)
 
