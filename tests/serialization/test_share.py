@@ -12,7 +12,7 @@ from PIL import Image
 from conftest import make, photos_for
 from hub_stand_in import Hub, served
 from tntprune import TNT, Random, load_, push, reduce_, save
-from tntprune.analysis.accuracy_curve import Curve, Point
+from tntprune.analysis.accuracy_curve import AccuracyCurve, AccuracyPoint
 from tntprune.backbones.attach import reduction_of
 from tntprune.backbones.digits_vit import build
 from tntprune.errors import UsageError, UserError
@@ -22,8 +22,10 @@ from tntprune.system.storage import read_metadata
 MADE = json.dumps(
     {"training": {"epochs": 5, "lr": 0.01}, "model": "m", "weights": "/home/me/w.safetensors", "data": "/home/me/pets"}
 )
-POINT = Point("unpruned", 91.25, 99.5, 100.0, 2_000_000)
-CURVE = Curve(400, "pets", POINT, [Point("keep 0.5", 88.75, 99.0, 95.5, 1_000_000, True)], "a processor; today")
+POINT = AccuracyPoint("unpruned", 91.25, 99.5, 100.0, 2_000_000)
+CURVE = AccuracyCurve(
+    400, "pets", POINT, [AccuracyPoint("keep 0.5", 88.75, 99.0, 95.5, 1_000_000, True)], "a processor; today"
+)
 
 
 @pytest.fixture
