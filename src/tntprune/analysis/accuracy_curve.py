@@ -22,42 +22,25 @@ KEEPS = (0.8, 0.7, 0.6, 0.5, 0.35, 0.25)
 
 @dataclass(frozen=True)
 class AccuracyPoint:
-    """One setting.
+    """One setting, in percent of the images."""
 
-    Args:
-        setting: What it is called: "keep 0.5".
-        top1: Percent of images whose label is the first guess.
-        top5: Percent of images whose label is among the first five.
-        agreement: Percent of images on which the first guess is that of the unpruned model.
-        macs: Per image; the mean where it differs from one to the next.
-        own: Whether it is the setting that the reduction has by itself.
-    """
-
-    setting: str
-    top1: float
-    top5: float
-    agreement: float
-    macs: int
-    own: bool = False
+    setting: str  # "keep 0.5"
+    top1: float  # whose label is the first guess
+    top5: float  # whose label is among the first five
+    agreement: float  # on which the first guess is that of the unpruned model
+    macs: int  # per image; the mean where it differs from one to the next
+    own: bool = False  # whether it is the setting that the reduction has by itself
 
 
 @dataclass(frozen=True)
 class AccuracyCurve:
-    """What `measure_curve` found.
+    """What `measure_curve` found."""
 
-    Args:
-        images: Images that were counted, the same ones for every setting.
-        data: The name of the folder they are in.
-        base: The unpruned model.
-        points: The settings, in the order in which they were asked for.
-        stamp: Hardware, versions and date.
-    """
-
-    images: int
-    data: str
-    base: AccuracyPoint
-    points: list[AccuracyPoint]
-    stamp: str
+    images: int  # that were counted, the same ones for every setting
+    data: str  # the name of the folder they are in
+    base: AccuracyPoint  # the unpruned model
+    points: list[AccuracyPoint]  # in the order in which they were asked for
+    stamp: str  # hardware, versions and date
 
 
 @torch.inference_mode()

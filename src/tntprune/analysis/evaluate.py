@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -49,44 +49,26 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Figures:
-    """What one model did.
+    """What one model did. Without labels top1 and top5 are None."""
 
-    Args:
-        top1: Percent of images whose label is the first guess; None without labels.
-        top5: Percent of images whose label is among the first five guesses; None without labels.
-        macs: Multiply-accumulates per image; the mean over the images where they differ.
-        images_per_s: Of the forward pass alone, without reading images or moving them to the device; the median batch.
-    """
-
-    top1: float | None
-    top5: float | None
-    macs: int
-    images_per_s: float
+    top1: float | None  # percent of images whose label is the first guess
+    top5: float | None  # percent of images whose label is among the first five guesses
+    macs: int  # multiply-accumulates per image; the mean over the images where they differ
+    images_per_s: float  # of the forward pass alone, images being on the device already; the median batch
 
 
 @dataclass(frozen=True)
 class Evaluation(Figures):
-    """What `evaluate` found.
+    """What `evaluate` found."""
 
-    Args:
-        images: Images counted.
-        skipped: Images that could not be read.
-        agreement: Percent of images on which the first guess is that of the unpruned model; None without classes.
-        cosine: Mean cosine of the embeddings to those of the unpruned model, from -1 to 1; None with classes.
-        tokens: Patch tokens that enter each block; the mean over the images where that differs.
-        base: The unpruned model's figures on the same batches, taken in turns, if asked for.
-        speedup: How many times as fast as the unpruned model; the median over the batches, each compared with itself.
-        bad: One line per image that could not be read.
-    """
-
-    images: int
-    skipped: int
-    agreement: float | None
-    cosine: float | None
-    tokens: list[int] | list[float]
-    base: Figures | None = None
-    speedup: float | None = None
-    bad: tuple[str, ...] = field(default=(), repr=False)
+    images: int  # that were counted
+    skipped: int  # images that could not be read
+    agreement: float | None  # percent of first guesses that are the unpruned model's; None without classes
+    cosine: float | None  # mean, -1 to 1, of the embeddings to the unpruned model's; None with classes
+    tokens: list[int] | list[float]  # patch tokens that enter each block; the mean over the images where that differs
+    base: Figures | None = None  # the unpruned model's on the same batches, taken in turns, if asked for
+    speedup: float | None = None  # times as fast as the unpruned model; the median over pairs of the same batch
+    bad: tuple[str, ...] = field(default=(), repr=False)  # one line per image that could not be read
 
     def to_dict(self) -> dict[str, Any]:
         """Return them as JSON values, without figures that are None."""
@@ -190,7 +172,7 @@ class Tally:
 def measure(
     model: nn.Module,
     batches: Batches,
-    bad: Callable[[], Sequence[str]] = tuple,
+    bad: Sequence[str] = (),
     compare: bool = False,
     base: nn.Module | None = None,
     world: World = ALONE,
@@ -200,7 +182,7 @@ def measure(
     Args:
         model: In eval mode.
         batches: Images (B, C, H, W) and labels (B,), -1 where there is none; each of several processes has its own.
-        bad: Asked at the end for one line per image that no process could read.
+        bad: One line per image that this process cannot read; they may come while the batches do.
         compare: Also give the unpruned model's figures; the two take turns in going first.
         base: The unpruned model, if it is not the same one without its reduction: before it was fine-tuned.
         world: The processes whose counts are added up.
@@ -223,7 +205,7 @@ def measure(
     for tally in dict.fromkeys((own, unpruned)):  # in the same order everywhere
         tally.gather(world)
     total = math.fsum(one for part in world.gather(near) for one in part)  # whatever the order
-    lines = tuple(bad())
+    lines = tuple(line for part in world.gather(list(bad)) for line in part)
     if own.images == 0:
         raise UserError(f"no image could be read, {len(lines)} were skipped; expected at least one")
     return Evaluation(
@@ -302,7 +284,8 @@ def evaluate(
     if isinstance(data, str | Path):
         with world.main_first():
             data = open_photos(data, model, split=split, root=root, samples=samples, labelled=None)
-    if not _are_photos(data):
+    listed = isinstance(data, list) and all(isinstance(item, Photo) for item in data)
+    if not (listed or isinstance(data, Stream | Listed | Packed | Chosen)):  # they are pixels, and no photos to read
         given = {"limit": limit, "split": split, "root": root, "samples": samples}
         if odd := next((name for name, value in given.items() if value is not None), None):
             raise UsageError(f"{odd}={given[odd]} with {type(data).__name__}; expected a folder or a data set")
@@ -317,14 +300,7 @@ def evaluate(
         bad=bad if on_bad_image == "skip" else None, world=world,
         hint=" (or leave such images out with --on-bad-image skip)",
     )  # fmt: skip
-    return measure(model, found, lambda: [line for part in world.gather(bad) for line in part], compare, base, world)
-
-
-def _are_photos(data: Any) -> bool:
-    """Return whether these are photos that are still to be read, and not batches of pixels."""
-    if isinstance(data, list):
-        return all(isinstance(item, Photo) for item in data)
-    return isinstance(data, Stream | Listed | Packed | Chosen)
+    return measure(model, found, bad, compare, base, world)
 
 
 def _batches(model: nn.Module, data: Any, labels: torch.Tensor | None, batch_size: int) -> Iterator[Any]:

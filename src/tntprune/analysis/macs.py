@@ -22,30 +22,17 @@ from tntprune.system.units import unit_of
 
 @dataclass(frozen=True)
 class Macs:
-    """Multiply-accumulates for one image.
+    """Multiply-accumulates per image."""
 
-    Args:
-        macs: In all.
-        base_macs: Of the unpruned model.
-        tokens: Patch tokens that enter each block. Where their number differs from image to image, this and every
-            other figure is the most that is possible.
-        mlp_tokens: That enter each block's MLP.
-        per_block: Of each block.
-        reduction: Of the steps that remove tokens, by block.
-        embed: Of the patch embedding.
-        head: Of everything after the last block.
-        most: Whether the number of tokens differs from image to image, so that these are the most that is possible.
-    """
-
-    macs: int
-    base_macs: int
-    tokens: list[int]
-    mlp_tokens: list[int]
+    macs: int  # in all
+    base_macs: int  # of the unpruned model
+    tokens: list[int]  # patch tokens that enter each block
+    mlp_tokens: list[int]  # patch tokens that enter each block's MLP
     per_block: list[int]
-    reduction: dict[int, int]
-    embed: int
-    head: int
-    most: bool = False
+    reduction: dict[int, int]  # of the steps that remove tokens, by block
+    embed: int  # of the patch embedding
+    head: int  # of everything after the last block
+    most: bool = False  # whether tokens differ from image to image, so that each figure is the most that is possible
 
     def __str__(self) -> str:
         scale, unit = unit_of(self.base_macs)

@@ -32,37 +32,21 @@ ROUNDS = 20  # in which a file's pace is taken
 
 @dataclass(frozen=True)
 class Check:
-    """What was found.
+    """What was found."""
 
-    Args:
-        images: How many were compared.
-        photos: Whether they were photos; else random numbers, on which the first guess says little.
-        output: "logits", or "embedding" for a model without classes.
-        rule: What was demanded, in words.
-        exceptions: Images beyond the tolerance that the rule allows.
-        largest: The largest difference of a logit.
-        relative: The same, over the standard deviation of that image's logits.
-        usual: The same, without the exceptions.
-        correlation: Of the logits of an image, the mean over the images.
-        agreement: Percent of images with the same first guess; None for an embedding.
-        same_kept: Percent of images in which the same tokens are left at the end; None if the file does not tell.
-        kept: Percent of an image's tokens that are left at the end in both, the mean over the images.
-        problem: What is wrong, or None.
-    """
-
-    images: int
-    photos: bool
-    output: str
-    rule: str
-    exceptions: int
-    largest: float
-    relative: float
-    usual: float
-    correlation: float
-    agreement: float | None
-    same_kept: float | None
-    kept: float | None
-    problem: str | None
+    images: int  # that were compared
+    photos: bool  # else random numbers, on which the first guess says little
+    output: str  # "logits", or "embedding" for a model without classes
+    rule: str  # what was demanded, in words
+    exceptions: int  # images beyond the tolerance that the rule allows
+    largest: float  # difference of a logit
+    relative: float  # the same, over the standard deviation of that image's logits
+    usual: float  # the same, without the exceptions
+    correlation: float  # of the logits of an image, the mean over the images
+    agreement: float | None  # percent of images with the same first guess; None for an embedding
+    same_kept: float | None  # percent of images in which the same tokens are left; None if the file does not tell
+    kept: float | None  # percent of an image's tokens that are left in both, the mean over the images
+    problem: str | None  # what is wrong, or None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -214,19 +198,12 @@ def _common(found: list[int], right: list[int]) -> float:
 
 
 class Pace(NamedTuple):
-    """Times of a file and of the same model in fp32.
+    """Times of a file and of the same model in fp32."""
 
-    Args:
-        dtype: Of the file.
-        ms: Milliseconds per batch, the median.
-        fp32_ms: Milliseconds per batch of the file in fp32, the median.
-        ratio: Times as fast as fp32, the median over the rounds.
-    """
-
-    dtype: str
-    ms: float
-    fp32_ms: float
-    ratio: float
+    dtype: str  # of the file
+    ms: float  # per batch, the median
+    fp32_ms: float  # the same of the file in fp32
+    ratio: float  # times as fast as fp32, the median over the rounds
 
     @property
     def slower(self) -> bool:

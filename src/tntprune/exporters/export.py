@@ -29,17 +29,11 @@ from tntprune.system.storage import check_output, find_target, forget_leftovers,
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """What was written."""
 
-    Args:
-        path: The file to give to the runtime.
-        files: All files, the first of them `path`, the last the JSON beside it.
-        about: What the JSON says.
-    """
-
-    path: Path
-    files: tuple[Path, ...]
-    about: dict[str, Any]
+    path: Path  # the file to give to the runtime
+    files: tuple[Path, ...]  # all of them, the first one `path`, the last one the JSON beside it
+    about: dict[str, Any]  # what the JSON says
 
 
 def export(
@@ -193,7 +187,7 @@ def _about(model: nn.Module, form: Format, dtype: DType, graph: Captured, used: 
         "tntprune": tntprune.__version__,
         "format": form.name,
         "dtype": dtype,
-        **form.about(dtype),
+        **({"compile_with": {"INFERENCE_PRECISION_HINT": form.hints[dtype]}} if form.hints else {}),
         "inputs": [{"name": INPUT, "shape": [first, *find_backbone(model).input_size(model)], "dtype": "float32"}],
         "outputs": [{"name": n, "shape": s, "dtype": kinds[n]} for n, s in zip(graph.outputs, shapes, strict=True)],
         "batch": graph.batch or "dynamic",

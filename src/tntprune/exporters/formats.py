@@ -8,11 +8,10 @@ import logging
 import os
 import sys
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -27,52 +26,24 @@ Runner = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 class Captured(NamedTuple):
-    """A model as a graph.
-
-    Args:
-        program: Made by torch.export.
-        outputs: Their names.
-        batch: Images at a time, or None for any number.
-    """
+    """A model as a graph."""
 
     program: torch.export.ExportedProgram
-    outputs: tuple[str, ...]
-    batch: int | None
+    outputs: tuple[str, ...]  # their names
+    batch: int | None  # images at a time, or None for any number
 
 
-class Format(ABC):
+class Format(NamedTuple):
     """One file format and the runtime that reads it."""
 
-    name: ClassVar[str]  # also of the extra of this package that brings the runtime
-    suffix: ClassVar[str]
-    needs: ClassVar[tuple[str, ...]] = ()  # what is imported
-    casts: ClassVar[Mapping[str, torch.dtype]]  # what it can compute in, and what the model is converted to before
-    refused: ClassVar[dict[str, str]] = {}  # why the other dtypes make no sense here, and what would do
-
-    @abstractmethod
-    def write(self, graph: Captured, file: Path, dtype: DType, calibration: torch.Tensor | None) -> None:
-        """Write the file, and what belongs to it beside it.
-
-        Args:
-            graph: The model.
-            file: Where to.
-            dtype: What it is to compute in.
-            calibration: (n, C, H, W), what the ranges of int8 are measured on; None for every other dtype.
-        """
-
-    @abstractmethod
-    def open(self, file: Path, dtype: DType, threads: int) -> Runner:
-        """Load a file into its runtime, on the CPU.
-
-        Args:
-            file: The file.
-            dtype: What it is to compute in, where the file itself does not say so.
-            threads: How many the runtime may use.
-        """
-
-    def about(self, dtype: DType) -> dict[str, Any]:
-        """Return what somebody who runs the file has to know, beyond what is the same for every format."""
-        return {}
+    name: str  # also of the extra of this package that brings the runtime
+    write: Callable[[Captured, Path, DType, torch.Tensor | None], None]  # with what int8 is calibrated on, (n, C, H, W)
+    open: Callable[[Path, DType, int], Runner]  # with so many threads, on the CPU
+    suffix: str
+    casts: dict[str, torch.dtype]  # what it can compute in, and what the model is converted to before
+    needs: tuple[str, ...]  # what is imported
+    refused: dict[str, str]  # why other dtypes make no sense here, and what would do
+    hints: dict[str, str]  # INFERENCE_PRECISION_HINT by dtype, where the runtime has to be told
 
     def check(self, dtype: str) -> None:
         """Refuse what cannot be written here.
@@ -95,35 +66,28 @@ class Format(ABC):
                 ) from None
 
 
-class Onnx(Format):
-    """ONNX, run by onnxruntime. fp16 is computed in where the provider can; scores are ranked in fp32 everywhere."""
+def find_format(name: str) -> Format:
+    """Return a format by its name.
 
-    name, suffix, needs = "onnx", ".onnx", ("onnx", "onnxscript", "onnxruntime")
-    casts: ClassVar = {"fp32": torch.float32, "fp16": torch.float16}
-    refused: ClassVar = {
-        "bf16": "onnxruntime has no bf16 matrix product on the CPU; expected fp16, or openvino with bf16",
-        "int8": "onnxruntime is not what we quantise for; expected openvino with int8",
+    Raises:
+        UsageError: there is none of that name.
+    """
+    if name not in FORMATS:
+        raise UsageError(f"unknown format {name!r}; expected {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def _write_onnx(graph: Captured, file: Path, dtype: DType, calibration: torch.Tensor | None) -> None:
+    own: dict[Any, Any] = {
+        torch.ops.aten.sort.stable: _sort,
+        torch.ops.aten.sort.default: lambda x, dim=-1, descending=False: _sort(x, dim=dim, descending=descending),
+        torch.ops.aten.sigmoid.default: _sigmoid,
     }
-
-    def write(self, graph: Captured, file: Path, dtype: DType, calibration: torch.Tensor | None) -> None:
-        size = sum(value.nbytes for value in graph.program.state_dict.values())
-        own: dict[Any, Any] = {
-            torch.ops.aten.sort.stable: _sort,
-            torch.ops.aten.sort.default: lambda x, dim=-1, descending=False: _sort(x, dim=dim, descending=descending),
-            torch.ops.aten.sigmoid.default: _sigmoid,
-        }
-        torch.onnx.export(
-            graph.program, f=str(file), dynamo=True, input_names=[INPUT], output_names=list(graph.outputs),
-            external_data=size > LARGE, verbose=False, custom_translation_table=own,
-        )  # fmt: skip
-
-    def open(self, file: Path, dtype: DType, threads: int) -> Runner:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = threads, 4
-        session: Any = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-        return lambda images: [torch.from_numpy(out) for out in session.run(None, {INPUT: images.numpy()})]
+    torch.onnx.export(
+        graph.program, f=str(file), dynamo=True, input_names=[INPUT], output_names=list(graph.outputs),
+        external_data=sum(value.nbytes for value in graph.program.state_dict.values()) > LARGE, verbose=False,
+        custom_translation_table=own,
+    )  # fmt: skip
 
 
 def _sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
@@ -146,46 +110,35 @@ def _sigmoid(values: Any) -> Any:
     return op.Reciprocal(op.Add(one, op.Exp(op.Neg(values))))
 
 
-class OpenVino(Format):
-    """A .xml with a .bin beside it, with int8 by NNCF. What it computes in is told to the runtime when it is loaded.
+def _open_onnx(file: Path, dtype: DType, threads: int) -> Runner:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    session: Any = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    return lambda images: [torch.from_numpy(out) for out in session.run(None, {INPUT: images.numpy()})]
+
+
+def _write_openvino(graph: Captured, file: Path, dtype: DType, calibration: torch.Tensor | None) -> None:
+    """Write a .xml with a .bin beside it.
 
     In bf16 scores are rounded too, unlike in the other formats. It was tried to keep them in fp32 (the runtime has a
     mark for that): of ViT-Tiny with half of its tokens the same ones were kept, for the tokens themselves are rounded
     before.
     """
+    import openvino
+    from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
 
-    name, suffix, needs = "openvino", ".xml", ("openvino", "nncf")
-    casts: ClassVar = dict.fromkeys(("fp32", "fp16", "bf16", "int8"), torch.float32)  # the runtime converts
-    hints: ClassVar = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "bf16"}  # what is not int8 there
-
-    def write(self, graph: Captured, file: Path, dtype: DType, calibration: torch.Tensor | None) -> None:
-        import openvino
-        from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
-
-        decoder = TorchFXPythonDecoder.from_exported_program(graph.program)
-        model = openvino.convert_model(decoder)
-        channels, height, width = next(n.meta["val"].shape[1:] for n in graph.program.graph.nodes if n.name == INPUT)
-        model.reshape([graph.batch or -1, channels, height, width])
-        model.inputs[0].get_tensor().set_names({INPUT})
-        for output, name in zip(model.outputs, graph.outputs, strict=True):
-            output.get_tensor().set_names({name})
-        if calibration is not None:
-            model = _quantised(model, decoder.pt_module, calibration.split(graph.batch or 1))
-        openvino.save_model(model, str(file), compress_to_fp16=dtype in ("fp16", "bf16"))
-
-    def open(self, file: Path, dtype: DType, threads: int) -> Runner:
-        import openvino
-
-        properties = {
-            "INFERENCE_PRECISION_HINT": self.hints[dtype], "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_NUM_THREADS": threads,
-        }  # fmt: skip
-        compiled: Any = openvino.Core().compile_model(str(file), "CPU", properties)
-        request = compiled.create_infer_request()
-        return lambda images: [torch.from_numpy(out.copy()) for out in request.infer({0: images.numpy()}).values()]
-
-    def about(self, dtype: DType) -> dict[str, Any]:
-        return {"compile_with": {"INFERENCE_PRECISION_HINT": self.hints[dtype]}}
+    decoder = TorchFXPythonDecoder.from_exported_program(graph.program)
+    model = openvino.convert_model(decoder)
+    channels, height, width = next(n.meta["val"].shape[1:] for n in graph.program.graph.nodes if n.name == INPUT)
+    model.reshape([graph.batch or -1, channels, height, width])
+    model.inputs[0].get_tensor().set_names({INPUT})
+    for output, name in zip(model.outputs, graph.outputs, strict=True):
+        output.get_tensor().set_names({name})
+    if calibration is not None:
+        model = _quantised(model, decoder.pt_module, calibration.split(graph.batch or 1))
+    openvino.save_model(model, str(file), compress_to_fp16=dtype in ("fp16", "bf16"))
 
 
 def _quantised(model: Any, traced: Any, batches: tuple[torch.Tensor, ...]) -> Any:
@@ -206,37 +159,47 @@ def _quantised(model: Any, traced: Any, batches: tuple[torch.Tensor, ...]) -> An
     )  # fmt: skip
 
 
-class Pt2(Format):
-    """torch.export packages, run by torch, which can also compile them ahead of time (AOTInductor). Scores are ranked
-    in fp32 whatever it computes in.
-    """
+def _open_openvino(file: Path, dtype: DType, threads: int) -> Runner:
+    import openvino
 
-    name, suffix = "pt2", ".pt2"
-    casts: ClassVar = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    refused: ClassVar = {"int8": "torch.export packages hold floating-point weights; expected openvino with int8"}
-
-    def write(self, graph: Captured, file: Path, dtype: DType, calibration: torch.Tensor | None) -> None:
-        package = io.BytesIO()  # torch's own writer ends the process when the disk is full
-        torch.export.save(graph.program, package)
-        file.write_bytes(package.getbuffer())
-
-    def open(self, file: Path, dtype: DType, threads: int) -> Runner:
-        program = torch.export.load(file).module()
-        return torch.inference_mode()(lambda images: list(program(images)))
+    properties = {
+        "INFERENCE_PRECISION_HINT": HINTS[dtype], "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads,
+    }  # fmt: skip
+    compiled: Any = openvino.Core().compile_model(str(file), "CPU", properties)
+    request = compiled.create_infer_request()
+    return lambda images: [torch.from_numpy(out.copy()) for out in request.infer({0: images.numpy()}).values()]
 
 
-FORMATS: dict[str, Format] = {form.name: form for form in (Onnx(), OpenVino(), Pt2())}
+def _write_pt2(graph: Captured, file: Path, dtype: DType, calibration: torch.Tensor | None) -> None:
+    package = io.BytesIO()  # torch's own writer ends the process when the disk is full
+    torch.export.save(graph.program, package)
+    file.write_bytes(package.getbuffer())
 
 
-def find_format(name: str) -> Format:
-    """Return a format by its name.
+def _open_pt2(file: Path, dtype: DType, threads: int) -> Runner:
+    program = torch.export.load(file).module()
+    return torch.inference_mode()(lambda images: list(program(images)))
 
-    Raises:
-        UsageError: there is none of that name.
-    """
-    if name not in FORMATS:
-        raise UsageError(f"unknown format {name!r}; expected {', '.join(FORMATS)}")
-    return FORMATS[name]
+
+CASTS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "bf16"}  # int8: what is not int8 there
+FORMATS = {
+    "onnx": Format(
+        "onnx", _write_onnx, _open_onnx, ".onnx", {name: CASTS[name] for name in ("fp32", "fp16")},
+        ("onnx", "onnxscript", "onnxruntime"), {
+            "bf16": "onnxruntime has no bf16 matrix product on the CPU; expected fp16, or openvino with bf16",
+            "int8": "onnxruntime is not what we quantise for; expected openvino with int8",
+        }, {},
+    ),
+    "openvino": Format(
+        "openvino", _write_openvino, _open_openvino, ".xml", dict.fromkeys(HINTS, torch.float32),  # it converts itself
+        ("openvino", "nncf"), {}, HINTS,
+    ),
+    "pt2": Format(
+        "pt2", _write_pt2, _open_pt2, ".pt2", CASTS, (),
+        {"int8": "torch.export packages hold floating-point weights; expected openvino with int8"}, {},
+    ),
+}  # fmt: skip
 
 
 def first_line(error: BaseException) -> str:

@@ -29,42 +29,25 @@ FIELDS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class SavedReduction:
-    """A reduction that can be put on its model again, whatever file it comes from.
-
-    Args:
-        config: The reduction.
-        learned: What its method has learned, by name.
-        backbone: `embed_dim` and `depth` of the model that it was made for.
-        model: Whose it is; see `fingerprint.identity`.
-        weights: The model's own weights, where they were trained with the reduction.
-        made_by: How it was made; the library's own notes are JSON.
-        calibrated: False where nothing was trained.
-        path: The file that it was read from.
-    """
+    """A reduction that can be put on its model again, whatever file it comes from."""
 
     config: Config
-    learned: dict[str, torch.Tensor]
-    backbone: dict[str, Any]
-    model: dict[str, Any]
-    weights: Path | None = None
-    made_by: str = ""
+    learned: dict[str, torch.Tensor]  # by its method, by name
+    backbone: dict[str, Any]  # `embed_dim` and `depth` of the model that it was made for
+    model: dict[str, Any]  # whose it is; see `fingerprint.identity`
+    weights: Path | None = None  # the model's own, where they were trained with the reduction
+    made_by: str = ""  # how it was made; the library's own notes are JSON
     calibrated: bool = field(default=True, kw_only=True)
-    path: Path = field(default=Path("the plan"), kw_only=True)
+    path: Path = field(default=Path("the plan"), kw_only=True)  # of the file that it was read from
 
 
 @dataclass(frozen=True)
 class Plan(SavedReduction):
-    """A schedule that was searched for, and why it is this one. It may have learned more than its places need.
+    """A schedule that was searched for, and why it is this one. It may have learned more than its places need."""
 
-    Args:
-        budget: What was asked for.
-        predicted: What it costs and what is left, by the search's own figures.
-        front: Schedules that nothing else beats in both, the cheapest first.
-    """
-
-    budget: dict[str, Any] = field(default_factory=dict)
-    predicted: dict[str, Any] = field(default_factory=dict)
-    front: list[dict[str, Any]] = field(default_factory=list)
+    budget: dict[str, Any] = field(default_factory=dict)  # what was asked for
+    predicted: dict[str, Any] = field(default_factory=dict)  # what it costs and what is left, by the search's figures
+    front: list[dict[str, Any]] = field(default_factory=list)  # schedules that nothing else beats, the cheapest first
 
 
 def is_plan(path: Path) -> bool:
