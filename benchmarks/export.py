@@ -24,9 +24,9 @@ from stamps import written
 from tntprune import TNT, load_, macs, reduce_
 from tntprune.backbones.models import load_model
 from tntprune.data.folders import labelled_photos
-from tntprune.exporters.base import Runner, find_format
 from tntprune.exporters.export import export, reopen
-from tntprune.exporters.samples import chosen, read
+from tntprune.exporters.formats import Runner, find_format
+from tntprune.exporters.samples import choose_photos, read_photos
 from tntprune.system.clock import in_turns
 from tntprune.system.environment import stamp
 from tntprune.system.storage import write
@@ -109,10 +109,10 @@ def accuracy(data: Path, reducer: str, photos: int, threads: int) -> list[str]:
         model = load_model(RIGHT, data / f"{RIGHT}.safetensors")
         if kind != "unpruned":
             load_(model, reducer, at=3, keep=0.5)
-        calibration = read(model, chosen(data / "calibration-1000", 128, 0)[0])
+        calibration = read_photos(model, choose_photos(data / "calibration-1000", 128, 0)[0])
         found = labelled_photos(data / "imagenet-val-1300", model)
         found = found[:: max(1, len(found) // photos)] if photos else found
-        images, labels = read(model, found), torch.tensor([photo.label for photo in found])
+        images, labels = read_photos(model, found), torch.tensor([photo.label for photo in found])
         right = guesses(eager(model), lambda images=images: list(images.split(batch)), batch)  # type: ignore[misc]
         rows.append(f"| {kind} | eager fp32 | {100 * (right == labels).float().mean():.2f} | |")
         with TemporaryDirectory() as folder:

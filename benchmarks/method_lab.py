@@ -64,7 +64,7 @@ class Lab:
             images = transform_for(self.model, LIGHT if variant.augmented else None)
             source = PhotoSource(Photos(photos, images, seed=seed), training.batch_size, seed, 1, variant.labelled)
             train_run(self.model, source, training, out, resume=out.exists(), about={"photos": len(photos)})
-        return read(out / FILE)[1], float(read_log(out)[-1]["seconds"])
+        return read(out / FILE).learned, float(read_log(out)[-1]["seconds"])
 
     def batches(self, name: str, half: bool) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Photos, labels and what the unpruned model says, decoded once."""

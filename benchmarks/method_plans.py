@@ -128,4 +128,4 @@ def schedules(plans: Path | None) -> dict[str, Config]:
     """What TNT's plans say, by their budgets: files such as tnt-731.json."""
     if plans is None:
         return {}
-    return {f"0.{path.stem[4:]}": read(path)[0] for path in sorted(plans.glob("tnt-*.json"))}
+    return {f"0.{path.stem[4:]}": read(path).config for path in sorted(plans.glob("tnt-*.json"))}

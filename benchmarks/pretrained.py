@@ -22,7 +22,7 @@ from tntprune import load_, reduce_, save
 from tntprune.analysis.accuracy_curve import measure_curve
 from tntprune.backbones.models import load_model
 from tntprune.serialization.card import curve_table
-from tntprune.serialization.checkpoint import FILE, made_by
+from tntprune.serialization.checkpoint import FILE, read
 from tntprune.serialization.fingerprint import TOLERANCE, full_name, identity
 from tntprune.system.environment import stamp
 from tntprune.system.storage import write
@@ -47,7 +47,7 @@ def train(data: Path, run: Path) -> str:
 def ship(data: Path, run: Path, command: str) -> Path:
     """Put what was trained where the package has it, with how it came about."""
     model = load_(load_model(MODEL, data / f"{MODEL}.safetensors"), run, keep=KEEP)
-    note = json.loads(made_by(run / FILE)[0])
+    note = json.loads(read(run / FILE).made_by)
     about = {
         "command": command, "script": "benchmarks/pretrained.py", "model": MODEL, "photos": note["photos"],
         "data": "NIPS 2017 development set (CC BY 2.0)", "training": note["training"],

@@ -48,7 +48,7 @@ class Hub(ThreadingHTTPServer):
         self.address = f"http://127.0.0.1:{self.server_address[1]}"
 
     def __enter__(self) -> Hub:
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=lambda: self.serve_forever(0.01), daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -41,6 +41,7 @@ def test_commands_that_need_no_weights_run(command, capsys):
 
 @pytest.mark.realdata
 @pytest.mark.slow
+@pytest.mark.wide
 def test_the_commands_that_need_photos_run_in_order(data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tntprune.training.config.STEPS", 2)

@@ -18,7 +18,7 @@ from tntprune.data.folders import Photos, labelled_photos, transform_for
 from tntprune.training.calibrate import fit
 from tntprune.training.config import Training
 
-pytestmark = [pytest.mark.realdata, pytest.mark.slow]
+pytestmark = [pytest.mark.realdata, pytest.mark.slow, pytest.mark.wide]  # minutes each
 MODEL = "vit_tiny_patch16_224"
 
 

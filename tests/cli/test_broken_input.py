@@ -37,9 +37,9 @@ def good(tmp_path_factory):
     from tntprune.serialization.checkpoint import read
     from tntprune.serialization.fingerprint import identity
 
-    config, learned, _ = read(root / "run")
+    saved = read(root / "run")
     model = reduce_(digits_vit(), TNT(at=2))
-    write_plan(root / "plan.json", Plan(config, learned, {"embed_dim": 96, "depth": 6}, identity(model)))
+    write_plan(root / "plan.json", Plan(saved.config, saved.learned, {"embed_dim": 96, "depth": 6}, identity(model)))
     for name, config_ in (("unpruned", None), ("Top-K", {"version": 1, "method": "topk", "at": [2], "keep": [0.5]})):
         setting = Setting("digits_vit", "hub", config_, None, "d", 10, img_size=(32, 32))
         about = {"hardware": "a machine", "versions": "torch 2", "date": "2026-01-01", "seconds": 1.5}

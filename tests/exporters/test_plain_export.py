@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
+import conftest
 import hf_models
 import tntprune
 from configs import CONFIGS, stirred
 from conftest import make, photos_for
-from tntprune.methods import ToMe
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 FIXED = tuple(name for name in CONFIGS if name not in ("ats", "avit"))  # the others keep another number in each image
-SHORT = ("tnt-merging", "tome", "avit-fixed", "zerotprune")
 
 
 class Segmenter(nn.Module):
@@ -34,7 +34,8 @@ class Segmenter(nn.Module):
 def built(kind, name):
     if kind.startswith("hf "):
         return stirred(hf_models.make(kind[3:]), CONFIGS[name]).eval(), hf_models.photos_for(kind[3:])
-    model = stirred(make(kind.removeprefix("inside ")), CONFIGS[name])
+    with patch.dict(conftest.SMALL, depth={"tome": 2, "tnt-merging": 3}.get(name, 6)):  # the time grows with it
+        model = stirred(make(kind.removeprefix("inside ")), CONFIGS[name])
     images = photos_for(model)
     return (Segmenter(model).eval() if kind.startswith("inside ") else model), images
 
@@ -60,12 +61,14 @@ def through_onnx(model, images, file):
 
 FAMILIES = ("inside plain", "map_pool", "eva02", "rope_mixed", "beit", "hf vit_classifier", "hf clip_projection")
 CASES = [*(("plain", name) for name in FIXED), *((kind, "tnt-merging") for kind in FAMILIES)]
-FEW = {("plain", name) for name in SHORT} | {("inside plain", "tnt-merging"), ("hf vit_classifier", "tnt-merging")}
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [pytest.param(*case, marks=[] if case in FEW else pytest.mark.wide) for case in CASES]
-)
+def short(*few):
+    """All cases, but those that are not among these only in the wide run."""
+    return [pytest.param(*case, marks=[] if case in few else pytest.mark.wide) for case in CASES]
+
+
+@pytest.mark.parametrize(("kind", "name"), short(("plain", "tome"), ("hf vit_classifier", "tnt-merging")))
 def test_torch_onnx_export(kind, name, tmp_path):
     model, images = built(kind, name)
     outs, computed = through_onnx(model, images, tmp_path / "model.onnx")
@@ -75,25 +78,7 @@ def test_torch_onnx_export(kind, name, tmp_path):
     assert computed == []
 
 
-def test_our_own_onnx_files_have_constant_counts_too(tmp_path):
-    model = stirred(make("plain"), ToMe(r=5))
-    tntprune.export(model, tmp_path / "model.onnx", dynamic_batch=True)
-    graph = onnx.load(tmp_path / "model.onnx").graph
-    constants = {tensor.name for tensor in graph.initializer}
-    constants |= {name for node in graph.node if node.op_type == "Constant" for name in node.output}
-    ranked = [node for node in graph.node if node.op_type == "TopK"]
-    assert ranked and all(node.input[1] in constants for node in ranked)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        pytest.param(
-            *case, marks=[] if case in {("plain", "tome"), ("inside plain", "tnt-merging")} else pytest.mark.wide
-        )
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize(("kind", "name"), short(("inside plain", "tnt-merging")))
 def test_openvino_convert_model(kind, name):
     openvino = pytest.importorskip("openvino")
     model, images = built(kind, name)

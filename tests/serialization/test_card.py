@@ -8,14 +8,17 @@ import yaml
 
 from conftest import make
 from tntprune import TNT, ToMe, reduce_, save
-from tntprune.analysis.accuracy_curve import Curve, Point
+from tntprune.analysis.accuracy_curve import AccuracyCurve, AccuracyPoint
 from tntprune.errors import UserError
 from tntprune.serialization.card import model_card, shareable
 
 NAME = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-BASE = Point("unpruned", 82.5, 95.0, 100.0, 1_260_000_000)
-POINTS = [Point("keep 0.7", 81.0, 94.0, 92.0, 960_000_000), Point("keep 0.5", 78.7, 93.0, 88.0, 630_000_000, True)]
-CURVE = Curve(1300, "photos", BASE, POINTS, "a processor, 2 threads; 2026-11-28")
+BASE = AccuracyPoint("unpruned", 82.5, 95.0, 100.0, 1_260_000_000)
+POINTS = [
+    AccuracyPoint("keep 0.7", 81.0, 94.0, 92.0, 960_000_000),
+    AccuracyPoint("keep 0.5", 78.7, 93.0, 88.0, 630_000_000, True),
+]
+CURVE = AccuracyCurve(1300, "photos", BASE, POINTS, "a processor, 2 threads; 2026-11-28")
 
 
 def metadata(card):

@@ -80,7 +80,7 @@ def test_the_file_is_small_and_holds_nothing_of_the_model(tmp_path, config):
     assert [p.name for p in tmp_path.iterdir()] == [FILE]
     own = sum(value.numel() for value in reduction_of(model).parameters())
     assert path.stat().st_size < 4 * own + 5000 < 4 * sum(value.numel() for value in model.parameters()) / 5
-    tensors = read(path)[1]
+    tensors = read(path).learned
     assert all(name.startswith("scorers.") for name in tensors)
     assert sum(value.numel() for value in tensors.values()) == own
 
@@ -88,14 +88,14 @@ def test_the_file_is_small_and_holds_nothing_of_the_model(tmp_path, config):
 def test_the_file_says_what_it_was_made_for(saved):
     about = read_metadata(saved)
     assert json.loads(about["backbone"]) == {"embed_dim": 32, "depth": 6} and about["tntprune"]
-    config, _, path = read(saved.parent)
-    assert config == SAVED and path == saved
+    found = read(saved.parent)
+    assert found.config == SAVED and found.path == saved
 
 
 def test_saving_again_replaces(tmp_path):
     save(reduced("plain", TNT(at=3)), tmp_path)
     save(reduced("plain", Random(at=1)), tmp_path)
-    assert read(tmp_path)[0] == Random(at=1) and len(list(tmp_path.iterdir())) == 1
+    assert read(tmp_path).config == Random(at=1) and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_model_in_training_stays_in_training(saved):

@@ -14,7 +14,7 @@ from tntprune import load_, reduce_, save
 from tntprune.backbones.attach import reduction_of
 from tntprune.errors import UsageError
 from tntprune.methods import TNT, DynamicViT, Random, ToMe
-from tntprune.serialization.checkpoint import made_by, read, weights_of
+from tntprune.serialization.checkpoint import read
 from tntprune.serialization.fingerprint import identity
 from tntprune.serialization.plan import Plan, read_plan, write_plan
 
@@ -58,8 +58,9 @@ def test_what_is_written_is_read(tmp_path):
     own = reduction_of(model).state_dict()
     assert set(plan.learned) == set(own) and all(torch.equal(plan.learned[name], own[name]) for name in own)
     assert path.read_bytes() == planned(model, tmp_path / "again.json", **more).read_bytes()
-    assert made_by(path) == ('{"a": 1}', False) and weights_of(path) is None
-    assert read(path)[2] == path
+    saved = read(path)
+    assert saved.made_by == more["made_by"] and saved.weights is None
+    assert saved.path == path
     assert path.stat().st_size < 8000
 
 
@@ -82,7 +83,7 @@ def test_a_plan_goes_with_weights_that_were_trained(tmp_path):
     file = tmp_path / "runs" / "tuned" / "model.safetensors"
     path = planned(model, tmp_path / "plans" / "plan.json", weights=file)
     assert json.loads(path.read_text())["weights"] == "../runs/tuned/model.safetensors"
-    assert made_by(path)[1] and weights_of(path).samefile(file)
+    assert read(path).weights.samefile(file)
     again = load_(make("plain"), path)
     assert torch.equal(again(photos_for(again)), model(photos_for(model)))
     shutil.move(tmp_path / "runs", tmp_path / "elsewhere")

@@ -14,7 +14,7 @@ from tntprune.cli.main import main
 from tntprune.errors import UsageError, UserError
 from tntprune.serialization.checkpoint import read
 from tntprune.serialization.fingerprint import identity
-from tntprune.serialization.pretrained import find_shipped, shipped
+from tntprune.serialization.pretrained import find_pretrained, pretrained_files
 from tntprune.system.storage import read_metadata
 
 MODEL = "vit_tiny_patch16_224"
@@ -33,22 +33,22 @@ def likeness():
     """A model that passes for the one there are scorers for: of its name, and of its norms."""
     model = timm.create_model(MODEL).eval()
     with torch.no_grad():
-        for name, norm in json.loads(read_metadata(shipped()[NAME])["model"])["norms"].items():
+        for name, norm in json.loads(read_metadata(pretrained_files()[NAME])["model"])["norms"].items():
             value = model.get_parameter(name)
             value.mul_(norm / value.norm())
     return model
 
 
-@pytest.mark.parametrize("name", shipped())
-def test_a_shipped_file_is_small_and_says_what_it_is(name):
-    path = shipped()[name]
+@pytest.mark.parametrize("name", pretrained_files())
+def test_a_pretrained_file_is_small_and_says_what_it_is(name):
+    path = pretrained_files()[name]
     about = read_metadata(path)
     assert path.parent.name == name and path.stat().st_size < 20_000
     recorded, note = json.loads(about["model"]), json.loads(about["made_by"])
     assert f"{recorded['architecture']}.{recorded['tag']}" == name and len(recorded["norms"]) == 4
     assert note["command"].startswith("tntprune train ") and note["training"]["seed"] == 0
     assert not any(f"/{root}/" in text for text in about.values() for root in ("home", "root", "work", "tmp", "Users"))
-    config = read(path)[0]
+    config = read(path).config
     assert config.locations == (3,) and config.given == (0.5,)
 
 
@@ -57,12 +57,12 @@ def test_a_shipped_file_is_small_and_says_what_it_is(name):
 def test_the_word_is_enough(likeness, load):
     images = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     assert load(likeness, "pretrained") is likeness
-    saved, tensors, _ = read(shipped()[NAME])
-    assert reduction_of(likeness).config == saved
-    assert all(torch.equal(v, tensors[n]) for n, v in reduction_of(likeness).state_dict().items())
+    saved = read(pretrained_files()[NAME])
+    assert reduction_of(likeness).config == saved.config
+    assert all(torch.equal(v, saved.learned[n]) for n, v in reduction_of(likeness).state_dict().items())
     first = likeness(images)
     load(likeness, "pretrained", at=2, keep=0.25, similar=0)
-    assert reduction_of(likeness).config == saved.changed(at=2, keep=0.25, similar=0)
+    assert reduction_of(likeness).config == saved.config.changed(at=2, keep=0.25, similar=0)
     assert not torch.equal(likeness(images), first)
     load(likeness, "pretrained", ToMe(at=6, r=10))
     assert [part.method for part in reduction_of(likeness).config.parts] == ["tnt", "tome"]
@@ -71,7 +71,7 @@ def test_the_word_is_enough(likeness, load):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_and_another_head_are_recognised(likeness, dtype):
     likeness.reset_classifier(7)
-    assert find_shipped(likeness.to(dtype)) == shipped()[NAME]
+    assert find_pretrained(likeness.to(dtype)) == pretrained_files()[NAME]
 
 
 def test_random_weights_are_refused_and_the_model_stays_as_it_is():
@@ -116,7 +116,7 @@ def test_the_command_line_knows_the_word(tmp_path, capsys):
 @torch.inference_mode()
 def test_the_real_weights_are_recognised(data):
     model = load_model(MODEL, data / f"{MODEL}.safetensors")
-    recorded = json.loads(read_metadata(find_shipped(model))["model"])
+    recorded = json.loads(read_metadata(find_pretrained(model))["model"])
     assert recorded == identity(model)
     reduce_(model, "pretrained")
     assert model(torch.zeros(1, 3, 224, 224)).isfinite().all()

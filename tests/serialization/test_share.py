@@ -12,9 +12,10 @@ from PIL import Image
 from conftest import make, photos_for
 from hub_stand_in import Hub, served
 from tntprune import TNT, Random, load_, push, reduce_, save
-from tntprune.analysis.accuracy_curve import Curve, Point
+from tntprune.analysis.accuracy_curve import AccuracyCurve, AccuracyPoint
 from tntprune.backbones.attach import reduction_of
 from tntprune.backbones.digits_vit import build
+from tntprune.cli.main import main
 from tntprune.errors import UsageError, UserError
 from tntprune.serialization.checkpoint import FILE, WEIGHTS
 from tntprune.system.storage import read_metadata
@@ -22,8 +23,10 @@ from tntprune.system.storage import read_metadata
 MADE = json.dumps(
     {"training": {"epochs": 5, "lr": 0.01}, "model": "m", "weights": "/home/me/w.safetensors", "data": "/home/me/pets"}
 )
-POINT = Point("unpruned", 91.25, 99.5, 100.0, 2_000_000)
-CURVE = Curve(400, "pets", POINT, [Point("keep 0.5", 88.75, 99.0, 95.5, 1_000_000, True)], "a processor; today")
+POINT = AccuracyPoint("unpruned", 91.25, 99.5, 100.0, 2_000_000)
+CURVE = AccuracyCurve(
+    400, "pets", POINT, [AccuracyPoint("keep 0.5", 88.75, 99.0, 95.5, 1_000_000, True)], "a processor; today"
+)
 
 
 @pytest.fixture
@@ -152,8 +155,6 @@ def run(tmp_path_factory):
 
 
 def test_the_command_writes_a_card_without_pushing(run, capsys):
-    from tntprune.cli.main import main
-
     arguments = ["push", "digits_vit", "--reducer", str(run / "run"), "--card-only", "--json"]
     assert main(arguments) == 0
     told = json.loads(capsys.readouterr().out)
@@ -166,8 +167,6 @@ def test_the_command_writes_a_card_without_pushing(run, capsys):
 
 
 def test_the_command_takes_another_image_size(run, capsys):
-    from tntprune.cli.main import main
-
     arguments = ["push", "digits_vit", "--reducer", str(run / "run"), "--card-only", "--data", str(run / "photos")]
     assert main([*arguments, "--json"]) == 0
     usual = json.loads(capsys.readouterr().out)["curve"]
@@ -175,27 +174,42 @@ def test_the_command_takes_another_image_size(run, capsys):
     assert json.loads(capsys.readouterr().out)["curve"]["base"]["macs"] < 0.8 * usual["base"]["macs"]
 
 
+def pushes_and_loads(run, hub, call):
+    """The command pushes what another command then loads by its id; `call` runs both and gives what they printed."""
+    to = ["push", "digits_vit", "--reducer", str(run / "run"), "--to", "someone/digits@quarter"]
+    use = ["eval", "digits_vit", "--data", str(run / "photos"), "--workers", "0", "--json"]
+    out = call([*to, "--keep", "0.25", "--private", "--json"], [*use, "--reducer", "someone/digits@quarter"])
+    pushed, found = map(json.loads, out.splitlines())
+    repo = hub.repos["someone/digits"]
+    assert pushed["repository"] == "someone/digits@quarter" and pushed["curve"] is None
+    assert pushed["commit"].endswith(repo.branches["quarter"]) and repo.private
+    assert repo.branches["quarter"] != repo.branches["main"]
+    assert found["tokens"][2] == found["tokens"][0] // 4
+
+
+def test_the_command_pushes_what_another_command_loads(run, hub, capsys):
+    def call(*calls):
+        assert [main(arguments) for arguments in calls] == [0, 0]
+        return capsys.readouterr().out
+
+    pushes_and_loads(run, hub, call)
+
+
+@pytest.mark.wide
 def test_the_command_pushes_to_where_the_environment_says(run, tmp_path):
     with Hub() as hub:
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0",
             "HF_TOKEN": "writer", "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1",
         }  # fmt: skip
-        to = ["push", "digits_vit", "--reducer", str(run / "run"), "--to", "someone/digits@quarter"]
-        use = ["eval", "digits_vit", "--data", str(run / "photos"), "--workers", "0", "--json"]
-        calls = [
-            [*to, "--keep", "0.25", "--private", "--json"],
-            [*use, "--reducer", "someone/digits@quarter"],
-        ]
-        code = f"from tntprune.cli.main import main\nfor call in {calls!r}:\n    assert main(call) == 0"
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        pushed, found = map(json.loads, done.stdout.splitlines())
-        repo = hub.repos["someone/digits"]
-        assert pushed["repository"] == "someone/digits@quarter" and pushed["curve"] is None
-        assert pushed["commit"].endswith(repo.branches["quarter"]) and repo.private
-        assert repo.branches["quarter"] != repo.branches["main"]
-        assert found["tokens"][2] == found["tokens"][0] // 4
+
+        def call(*calls):
+            code = f"from tntprune.cli.main import main\nfor call in {calls!r}:\n    assert main(call) == 0"
+            done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        pushes_and_loads(run, hub, call)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +222,6 @@ def test_the_command_pushes_to_where_the_environment_says(run, tmp_path):
     ],
 )
 def test_what_the_command_refuses(run, hub, monkeypatch, capsys, arguments, words):
-    from tntprune.cli.main import main
-
     monkeypatch.delenv("HF_TOKEN")
     assert main(["push", "digits_vit", "--reducer", str(run / "run"), *arguments]) in (1, 2)
     told = capsys.readouterr().err.strip().splitlines()[-1]
@@ -227,7 +239,5 @@ def test_a_revision_of_what_is_here_is_refused(tmp_path):
 
 
 def test_a_card_goes_into_a_folder_only(hub, capsys):
-    from tntprune.cli.main import main
-
     assert main(["push", "digits_vit", "--reducer", "someone/small", "--card-only"]) == 2
     assert "is no folder here" in capsys.readouterr().err

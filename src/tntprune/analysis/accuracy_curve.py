@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
-from tqdm import tqdm
 
-from tntprune.analysis.evaluate import Figures, Tally
+from tntprune.analysis.evaluate import Tally, photo_batches
 from tntprune.backbones.attach import attach, base_of, device_of, reduction_of
-from tntprune.data.folders import Photos, collate, default_workers, input_mode, labelled_photos, transform_for
+from tntprune.data.folders import labelled_photos
 from tntprune.errors import UserError
 from tntprune.methods import Combination, Config
 from tntprune.methods.learned import inherit
@@ -24,45 +21,29 @@ KEEPS = (0.8, 0.7, 0.6, 0.5, 0.35, 0.25)
 
 
 @dataclass(frozen=True)
-class Point:
-    """One setting.
+class AccuracyPoint:
+    """One setting, in percent of the images."""
 
-    Args:
-        setting: What it is called: "keep 0.5".
-        top1: Percent of images whose label is the first guess.
-        top5: Percent of images whose label is among the first five.
-        agreement: Percent of images on which the first guess is that of the unpruned model.
-        macs: For one image; the mean where it differs from one to the next.
-        own: Whether it is the setting that the reduction has by itself.
-    """
-
-    setting: str
-    top1: float
-    top5: float
-    agreement: float
-    macs: int
-    own: bool = False
+    setting: str  # "keep 0.5"
+    top1: float  # whose label is the first guess
+    top5: float  # whose label is among the first five
+    agreement: float  # on which the first guess is that of the unpruned model
+    macs: int  # per image; the mean where it differs from one to the next
+    own: bool = False  # whether it is the setting that the reduction has by itself
 
 
 @dataclass(frozen=True)
-class Curve:
-    """What `measure_curve` found.
+class AccuracyCurve:
+    """What `measure_curve` found."""
 
-    Args:
-        images: Images that were counted, the same ones for every setting.
-        data: The name of the folder they are in.
-        base: The unpruned model.
-        points: The settings, in the order in which they were asked for.
-        stamp: Hardware, versions and date.
-    """
-
-    images: int
-    data: str
-    base: Point
-    points: list[Point]
-    stamp: str
+    images: int  # that were counted, the same ones for every setting
+    data: str  # the name of the folder they are in
+    base: AccuracyPoint  # the unpruned model
+    points: list[AccuracyPoint]  # in the order in which they were asked for
+    stamp: str  # hardware, versions and date
 
 
+@torch.inference_mode()
 def measure_curve(
     model: nn.Module,
     data: str | Path,
@@ -72,7 +53,7 @@ def measure_curve(
     batch_size: int = 32,
     workers: int | None = None,
     progress: bool = True,
-) -> Curve:
+) -> AccuracyCurve:
     """Evaluate a reduced model as it is, and with other shares of the tokens kept, all on the same photos.
 
     Args:
@@ -94,60 +75,37 @@ def measure_curve(
         raise UserError("the model is in training mode; expected model.eval() before it is measured")
     unpruned = Tally(base if base is not None else base_of(model))
     tallies = {name: Tally(_variant(model, config)) for name, (config, _) in settings.items()}
-    photos = labelled_photos(Path(data), model)
-    loader = DataLoader(
-        Photos(photos, transform_for(model), input_mode(model)), batch_size=batch_size, collate_fn=collate,
-        num_workers=default_workers() if workers is None else workers,
-    )  # fmt: skip
-    same = _run(unpruned, tallies, tqdm(loader, unit="batch", desc="measuring", disable=not progress), model)
-    points = [
-        _point(name, tally.figures(), 100 * same[name] / unpruned.images, settings[name][1])
-        for name, tally in tallies.items()
-    ]
-    whole = _point("unpruned", unpruned.figures(), 100.0, False)
-    return Curve(unpruned.images, Path(data).resolve().name, whole, points, stamp(device_of(model)))
-
-
-@torch.inference_mode()
-def _run(unpruned: Tally, tallies: dict[str, Tally], batches: Iterable[Any], model: nn.Module) -> dict[str, int]:
-    """Every setting on every batch; returns on how many images each agrees with the unpruned model."""
-    same = dict.fromkeys(tallies, 0)
-    for batch in batches:
-        if batch.bad:
-            raise UserError(batch.bad[0])
-        images, labels = batch.images.to(device_of(model)), batch.labels.to(device_of(model))
+    same = dict.fromkeys(settings, 0)  # images on which each agrees with the unpruned model
+    device = device_of(model)
+    for images, labels in photo_batches(model, labelled_photos(Path(data), model), batch_size, workers, progress):
+        images, labels = images.to(device), labels.to(device)
         guesses = unpruned.run(images, labels)
         for name, tally in tallies.items():
             same[name] += int((tally.run(images, labels) == guesses).sum())
-    return same
+
+    def point(name: str, tally: Tally, agreeing: int, own: bool) -> AccuracyPoint:
+        top1, top5 = tally.accuracy()
+        return AccuracyPoint(name, top1, top5, 100 * agreeing / tally.images, tally.figures().macs, own)
+
+    points = [point(name, tally, same[name], settings[name][1]) for name, tally in tallies.items()]
+    whole = point("unpruned", unpruned, unpruned.images, False)
+    return AccuracyCurve(unpruned.images, Path(data).resolve().name, whole, points, stamp(device))
 
 
 def _settings(config: Config, keeps: Sequence[float]) -> dict[str, tuple[Config, bool]]:
-    """What is measured: a config by its name, and whether it is the reduction's own; its own first if it is no rate."""
+    """Return what is measured: a config by its name, and whether it is the own one, which is first if it is no rate."""
     if isinstance(config, Combination) or (config.variable and config.at is None):  # no rate to change
         return {"as saved": (config, True)}
     rates = {f"keep {keep:g}": config.changed(keep=keep) for keep in keeps}
-    own = next((name for name, other in rates.items() if _same(config, other)), None)
-    found: dict[str, tuple[Config, bool]] = {} if own else {"as saved": (config, True)}
-    return {**found, **{name: (other, name == own) for name, other in rates.items()}}
-
-
-def _same(config: Config, other: Config) -> bool:
-    """Whether two configs differ in nothing: a rate that is not given is the usual one."""
-    return config == other or (
-        bool(config.locations)
-        and all(getattr(config, name, None) is None for name in config.rivals)
-        and config.changed(keep=config.usual) == other
-    )
+    given = any(getattr(config, name, None) is not None for name in config.rivals)
+    usual = config if given or not config.locations else config.changed(keep=config.usual)  # what no rate given means
+    own = next((name for name, other in rates.items() if other in (config, usual)), None)
+    found = {} if own else {"as saved": (config, True)}
+    return found | {name: (other, name == own) for name, other in rates.items()}
 
 
 def _variant(model: nn.Module, config: Config) -> nn.Module:
-    """A second object that shares every weight and what was learned, with another config."""
+    """Return a second object that shares every weight and what was learned, with another config."""
     variant = attach(base_of(model), config)
     inherit(reduction_of(variant), reduction_of(model).state_dict())
     return variant
-
-
-def _point(setting: str, figures: Figures, agreement: float, own: bool) -> Point:
-    assert figures.top1 is not None and figures.top5 is not None  # the photos have labels
-    return Point(setting, figures.top1, figures.top5, agreement, figures.macs, own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -32,58 +32,48 @@ from tntprune.system.clock import wait
 from tntprune.system.distributed import ALONE, World
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
+ORDER = (
+    "images",
+    "skipped",
+    "top1",
+    "top5",
+    "agreement",
+    "cosine",
+    "macs",
+    "images_per_s",
+    "tokens",
+    "base",
+    "speedup",
+)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one model did.
+    """What one model did. Without labels top1 and top5 are None."""
 
-    Args:
-        top1: Percent of images whose label is the first guess; None without labels.
-        top5: Percent of images whose label is among the first five guesses; None without labels.
-        macs: Multiply-accumulates per image; the mean over the images where they differ.
-        images_per_s: Of the forward pass alone, without reading images or moving them to the device; the median batch.
-    """
-
-    top1: float | None
-    top5: float | None
-    macs: int
-    images_per_s: float
+    top1: float | None  # percent of images whose label is the first guess
+    top5: float | None  # percent of images whose label is among the first five guesses
+    macs: int  # multiply-accumulates per image; the mean over the images where they differ
+    images_per_s: float  # of the forward pass alone, images being on the device already; the median batch
 
 
 @dataclass(frozen=True)
 class Evaluation(Figures):
-    """What `evaluate` found.
+    """What `evaluate` found."""
 
-    Args:
-        images: Images counted.
-        skipped: Images that could not be read.
-        agreement: Percent of images on which the first guess is that of the unpruned model; None without classes.
-        cosine: Mean cosine of the embeddings to those of the unpruned model, from -1 to 1; None with classes.
-        tokens: Patch tokens that enter each block; the mean over the images where that differs.
-        base: The unpruned model's figures on the same batches, taken in turns, if asked for.
-        speedup: How many times as fast as the unpruned model; the median over the batches, each compared with itself.
-        bad: One line per image that could not be read.
-    """
-
-    images: int
-    skipped: int
-    agreement: float | None
-    cosine: float | None
-    tokens: list[int] | list[float]
-    base: Figures | None = None
-    speedup: float | None = None
-    bad: tuple[str, ...] = field(default=(), repr=False)
+    images: int  # that were counted
+    skipped: int  # images that could not be read
+    agreement: float | None  # percent of first guesses that are the unpruned model's; None without classes
+    cosine: float | None  # mean, -1 to 1, of the embeddings to the unpruned model's; None with classes
+    tokens: list[int] | list[float]  # patch tokens that enter each block; the mean over the images where that differs
+    base: Figures | None = None  # the unpruned model's on the same batches, taken in turns, if asked for
+    speedup: float | None = None  # times as fast as the unpruned model; the median over pairs of the same batch
+    bad: tuple[str, ...] = field(default=(), repr=False)  # one line per image that could not be read
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, without figures that are None."""
-        names = ["images", "skipped", "top1", "top5", "agreement", "cosine", "macs", "images_per_s", "tokens", "base",
-                 "speedup"]  # fmt: skip
-        data = asdict(self)
-        found = {name: data[name] for name in names if data[name] is not None}
-        if self.base is not None:
-            found["base"] = {name: value for name, value in found["base"].items() if value is not None}
-        return found
+        """Return them as JSON values, without figures that are None."""
+        data = asdict(self, dict_factory=lambda pairs: {name: value for name, value in pairs if value is not None})
+        return {name: data[name] for name in ORDER if name in data}
 
 
 class Tally:
@@ -141,45 +131,38 @@ class Tally:
         guesses = output.topk(min(5, output.shape[1]), dim=1).indices
         hits = guesses == labels[:, None]
         bad = ~(output.amax(1) < torch.inf)  # the largest is NaN where any is
-        counts = torch.stack([bad.sum(), (labels >= 0).sum(), hits[:, 0].sum(), hits.any(1).sum()]).tolist()
-        if counts[0]:
+        counts = torch.stack([bad.sum(), (labels >= 0).sum(), hits[:, 0].sum(), hits.any(1).sum()])
+        odd, labelled, first, five = counts.tolist()
+        if odd:
             kind = "reduced" if is_reduced(self.model) else "unpruned"
             raise UserError(
-                f"the {kind} model's outputs for {counts[0]} of {len(images)} images are NaN or infinite; expected "
+                f"the {kind} model's outputs for {odd} of {len(images)} images are NaN or infinite; expected "
                 "finite weights and images, or another precision"
             )
-        self.images += len(images)
-        self.labelled += counts[1]
-        self.first += counts[2]
-        self.five += counts[3]
-        top: torch.Tensor = F.normalize(output.double(), dim=1) if self.embeds else guesses[:, 0]
-        return top
+        self.images, self.labelled = self.images + len(images), self.labelled + labelled
+        self.first, self.five = self.first + first, self.five + five
+        return F.normalize(output.double(), dim=1) if self.embeds else guesses[:, 0]
 
     def gather(self, world: World) -> None:
         """Take in what the other processes have counted."""
         found = world.gather((self.images, self.labelled, self.first, self.five, self.cost, self.entering, self.pace))
-        images, labelled, first, five, cost, entering, pace = zip(*found, strict=True)
-        self.images, self.first, self.five, self.cost = sum(images), sum(first), sum(five), sum(cost)
-        self.labelled = sum(labelled)
+        *counts, entering, pace = zip(*found, strict=True)
+        self.images, self.labelled, self.first, self.five, self.cost = map(sum, counts)
         self.entering = [sum(block) for block in zip(*filter(None, entering), strict=True)]
         self.pace = [one for part in pace for one in part]
 
     def accuracy(self) -> tuple[float, float]:
-        """Percent of the images whose label is the first guess, and among the first five."""
+        """Return the percent of the images whose label is the first guess, and among the first five."""
         return 100 * self.first / self.images, 100 * self.five / self.images
 
     def figures(self) -> Figures:
-        """What was counted."""
+        """Return what was counted."""
         top1, top5 = self.accuracy() if self.labelled else (None, None)
-        return Figures(
-            top1=top1,
-            top5=top5,
-            macs=round(self.cost / self.images) if self.variable else macs(self.model).macs,
-            images_per_s=1 / median(self.pace),
-        )
+        cost = round(self.cost / self.images) if self.variable else macs(self.model).macs
+        return Figures(top1, top5, cost, 1 / median(self.pace))
 
     def tokens(self) -> list[int] | list[float]:
-        """Patch tokens that enter each block."""
+        """Return the patch tokens that enter each block."""
         if not self.variable:
             return macs(self.model).tokens
         return [round(block / self.images, 1) for block in self.entering]
@@ -189,7 +172,7 @@ class Tally:
 def measure(
     model: nn.Module,
     batches: Batches,
-    bad: Callable[[], Sequence[str]] = tuple,
+    bad: Sequence[str] = (),
     compare: bool = False,
     base: nn.Module | None = None,
     world: World = ALONE,
@@ -199,7 +182,7 @@ def measure(
     Args:
         model: In eval mode.
         batches: Images (B, C, H, W) and labels (B,), -1 where there is none; each of several processes has its own.
-        bad: Asked at the end for one line per image that no process could read.
+        bad: One line per image that this process cannot read; they may come while the batches do.
         compare: Also give the unpruned model's figures; the two take turns in going first.
         base: The unpruned model, if it is not the same one without its reduction: before it was fine-tuned.
         world: The processes whose counts are added up.
@@ -207,9 +190,7 @@ def measure(
     Raises:
         UserError: there was no image at all, or an output is not finite.
     """
-    device = device_of(model)
-    reduced = is_reduced(model)
-    own = Tally(model)
+    device, reduced, own = device_of(model), is_reduced(model), Tally(model)
     unpruned = Tally(base if base is not None else base_of(model)) if reduced else own
     near: list[float] = []  # of each batch: images with the same guess, or the sum of the cosines
     for number, (images, labels) in enumerate(batches):
@@ -224,7 +205,7 @@ def measure(
     for tally in dict.fromkeys((own, unpruned)):  # in the same order everywhere
         tally.gather(world)
     total = math.fsum(one for part in world.gather(near) for one in part)  # whatever the order
-    lines = tuple(bad())
+    lines = tuple(line for part in world.gather(list(bad)) for line in part)
     if own.images == 0:
         raise UserError(f"no image could be read, {len(lines)} were skipped; expected at least one")
     return Evaluation(
@@ -303,8 +284,9 @@ def evaluate(
     if isinstance(data, str | Path):
         with world.main_first():
             data = open_photos(data, model, split=split, root=root, samples=samples, labelled=None)
-    given = {"limit": limit, "split": split, "root": root, "samples": samples}
-    if not _are_photos(data):
+    listed = isinstance(data, list) and all(isinstance(item, Photo) for item in data)
+    if not (listed or isinstance(data, Stream | Listed | Packed | Chosen)):  # they are pixels, and no photos to read
+        given = {"limit": limit, "split": split, "root": root, "samples": samples}
         if odd := next((name for name, value in given.items() if value is not None), None):
             raise UsageError(f"{odd}={given[odd]} with {type(data).__name__}; expected a folder or a data set")
         batches = tqdm(_batches(model, data, labels, batch_size), unit="batch", desc="evaluating", disable=not progress)
@@ -312,22 +294,17 @@ def evaluate(
     photos: Any = data
     if limit is not None and isinstance(photos, Stream):
         raise UsageError(f"limit={limit} of a stream, whose photos have no positions; expected samples={limit}")
-    return _on_photos(
-        model, photos if limit is None else limited(photos, limit), batch_size=batch_size,
-        workers=default_workers() if workers is None else workers, on_bad_image=on_bad_image, compare=compare,
-        base=base, world=world, progress=progress,
+    bad: list[str] = []
+    found = photo_batches(
+        model, photos if limit is None else limited(photos, limit), batch_size, workers, progress,
+        bad=bad if on_bad_image == "skip" else None, world=world,
+        hint=" (or leave such images out with --on-bad-image skip)",
     )  # fmt: skip
-
-
-def _are_photos(data: Any) -> bool:
-    """Whether these are photos that are still to be read, and not batches of pixels."""
-    if isinstance(data, list):
-        return all(isinstance(item, Photo) for item in data)
-    return isinstance(data, Stream | Listed | Packed | Chosen)
+    return measure(model, found, bad, compare, base, world)
 
 
 def _batches(model: nn.Module, data: Any, labels: torch.Tensor | None, batch_size: int) -> Iterator[Any]:
-    """Pixels and labels of a tensor, a Dataset or a loader, checked; see `measure`."""
+    """Yield pixels and labels of a tensor, a Dataset or a loader, checked; see `measure`."""
     backbone = find_backbone(model)
     classes, dtype = backbone.classes(model), next(model.parameters()).dtype
     if isinstance(data, torch.Tensor):
@@ -355,38 +332,42 @@ def _batches(model: nn.Module, data: Any, labels: torch.Tensor | None, batch_siz
         yield images.to(dtype), own
 
 
-def _on_photos(
+def photo_batches(
     model: nn.Module,
     photos: Sequence[Photo] | Stream,
-    *,
     batch_size: int,
-    workers: int,
-    on_bad_image: Literal["error", "skip"],
-    compare: bool,
-    base: nn.Module | None,
-    world: World,
+    workers: int | None,
     progress: bool,
-) -> Evaluation:
-    """Evaluate a model on photos that are read meanwhile; see `evaluate`.
+    *,
+    bad: list[str] | None = None,
+    world: World = ALONE,
+    hint: str = "",
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the images and labels of photos as a model takes them, in order, while other processes read the next ones.
 
-    Several processes share the batches: they are the same ones as in a single process, and so are the figures.
+    Args:
+        model: Whose photos they are to be.
+        photos: What to read.
+        batch_size: Images at a time.
+        workers: Processes that read; None for half the processors.
+        progress: Show a bar.
+        bad: Gets one line for each photo that cannot be read, which is left out; None refuses such photos.
+        world: Processes that share the batches, which are those of a single process.
+        hint: More to say of a photo that cannot be read.
+
+    Raises:
+        UserError: a photo cannot be read.
     """
+    workers = default_workers() if workers is None else workers
     check_whole("workers", workers, 0)
     reader = Photos(photos, transform_for(model), input_mode(model))
     loader = in_order(reader, batch_size, workers, world.rank, world.size, pin=device_of(model).type == "cuda")
-    bad: list[str] = []
-
-    def batches() -> Iterator[Any]:
-        with tqdm(total=len(photos), unit="image", desc="evaluating", disable=not progress or not world.main) as bar:
-            for batch in loader:
-                bad.extend(batch.bad)
-                if batch.bad and on_bad_image == "error":
-                    raise UserError(f"{batch.bad[0]} (or leave such images out with --on-bad-image skip)")
-                if len(batch.images):
-                    yield batch.images, batch.labels
-                bar.update(min(len(photos) - bar.n, (len(batch.labels) + len(batch.bad)) * world.size))
-
-    def all_bad() -> list[str]:
-        return [line for lines in world.gather(bad) for line in lines]
-
-    return measure(model, batches(), all_bad, compare, base, world)
+    with tqdm(total=len(photos), unit="image", desc="evaluating", disable=not progress or not world.main) as bar:
+        for batch in loader:
+            if batch.bad and bad is None:
+                raise UserError(f"{batch.bad[0]}{hint}")
+            if bad is not None:
+                bad += batch.bad
+            if len(batch.images):
+                yield batch.images, batch.labels
+            bar.update(min(len(photos) - bar.n, (len(batch.labels) + len(batch.bad)) * world.size))

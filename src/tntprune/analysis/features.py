@@ -23,7 +23,7 @@ def features(
 def features(
     model: nn.Module, images: torch.Tensor, return_prefix_tokens: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The normalised tokens that leave a model, one for every patch of its images.
+    """Return the normalised tokens that leave a model, one for every patch of its images.
 
     A merged patch gets the token that carries it, a dropped one the token that was kept nearest to it. Where nothing of
     an image was kept, as A-ViT can do, its grid is 0. Of an unpruned model it is simply its own grid.

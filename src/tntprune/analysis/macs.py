@@ -22,30 +22,17 @@ from tntprune.system.units import unit_of
 
 @dataclass(frozen=True)
 class Macs:
-    """Multiply-accumulates for one image.
+    """Multiply-accumulates per image."""
 
-    Args:
-        macs: In all.
-        base_macs: Of the unpruned model.
-        tokens: Patch tokens that enter each block. Where their number differs from image to image, this and every
-            other figure is the most that is possible.
-        mlp_tokens: That enter each block's MLP.
-        per_block: Of each block.
-        reduction: Of the steps that remove tokens, by block.
-        embed: Of the patch embedding.
-        head: Of everything after the last block.
-        most: Whether the number of tokens differs from image to image, so that these are the most that is possible.
-    """
-
-    macs: int
-    base_macs: int
-    tokens: list[int]
-    mlp_tokens: list[int]
+    macs: int  # in all
+    base_macs: int  # of the unpruned model
+    tokens: list[int]  # patch tokens that enter each block
+    mlp_tokens: list[int]  # patch tokens that enter each block's MLP
     per_block: list[int]
-    reduction: dict[int, int]
-    embed: int
-    head: int
-    most: bool = False
+    reduction: dict[int, int]  # of the steps that remove tokens, by block
+    embed: int  # of the patch embedding
+    head: int  # of everything after the last block
+    most: bool = False  # whether tokens differ from image to image, so that each figure is the most that is possible
 
     def __str__(self) -> str:
         scale, unit = unit_of(self.base_macs)
@@ -75,24 +62,22 @@ def macs(model: nn.Module, img_size: tuple[int, int] | None = None) -> Macs:
         return macs(_at_size(model, img_size))
     backbone = find_backbone(model)
     layout, costs = backbone.layout(model), backbone.costs(model)
-    whole = counts((), layout.patches, layout.depth)
-    base = sum(block_macs(costs, whole, layout.prefix)) + costs.embed + head_macs(costs, layout.patches, layout.prefix)
     method = reduction_of(model) if is_reduced(model) else None
     steps = () if method is None else method.steps(layout.patches)
     left = counts(steps, layout.patches, layout.depth)
-    per_block = block_macs(costs, left, layout.prefix)
     own: dict[int, int] = {}
     for step in steps:
         assert method is not None
         own[step.place.block] = own.get(step.place.block, 0) + method.macs(step)
-    head = head_macs(costs, left.last, layout.prefix)
-    total = sum(per_block) + sum(own.values()) + costs.embed + head
+    base = model_macs(costs, counts((), layout.patches, layout.depth), layout.prefix)
+    total = model_macs(costs, left, layout.prefix) + sum(own.values())
+    per_block, head = block_macs(costs, left, layout.prefix), head_macs(costs, left.last, layout.prefix)
     most = method is not None and method.config.variable
     return Macs(total, base, left.attention, left.mlp, per_block, own, costs.embed, head, most)
 
 
 def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:
-    """Multiply-accumulates of each image of a batch, where the number of tokens differs from image to image.
+    """Count the multiply-accumulates of each image of a batch, where the number of tokens differs between them.
 
     Padding, which a batch of images needs, is not counted: this is what an image costs on its own.
 
@@ -108,23 +93,20 @@ def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:
     steps = method.steps(layout.patches)
     found = []
     for image in torch.stack(counts, 1).tolist():  # patch tokens before each half of each block, then at the end
-        left = Counts(image[:-1:2], image[1:-1:2], image[-1])
-        total = sum(block_macs(costs, left, layout.prefix)) + costs.embed + head_macs(costs, left.last, layout.prefix)
+        total = model_macs(costs, Counts(image[:-1:2], image[1:-1:2], image[-1]), layout.prefix)
         for step in steps:
             half = 2 * step.place.block - (2 if step.place.inside else 1)
-            entering = image[max(0, half)]
-            total += method.macs(step._replace(entering=entering))
+            total += method.macs(step._replace(entering=image[max(0, half)]))
         found.append(total)
     return found
 
 
 def _at_size(model: nn.Module, img_size: tuple[int, int]) -> nn.Module:
-    """A copy without weights that takes images of another size."""
+    """Copy a model without its weights, so that it takes images of another size."""
     find_backbone(model)
-    named = [*model.named_parameters(), *model.named_buffers()]
-    shapes: dict[int, Any] = {id(value): torch.empty_like(value, device="meta") for _, value in named}
-    for _, parameter in model.named_parameters():
-        shapes[id(parameter)] = nn.Parameter(shapes[id(parameter)], requires_grad=False)
+    shapes: dict[int, Any] = {id(value): torch.empty_like(value, device="meta") for value in model.buffers()}
+    for value in model.parameters():
+        shapes[id(value)] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
     twin = copy.deepcopy(model, shapes)  # what it is told to have copied already, it does not copy
     tower: Any = tower_of(twin)
     if not hasattr(tower, "set_input_size"):
@@ -136,12 +118,17 @@ def _at_size(model: nn.Module, img_size: tuple[int, int]) -> nn.Module:
     return twin
 
 
+def model_macs(costs: Costs, left: Counts, prefix: int) -> int:
+    """Return the multiply-accumulates of a model with so many patch tokens in its blocks, without removing any."""
+    return sum(block_macs(costs, left, prefix)) + costs.embed + head_macs(costs, left.last, prefix)
+
+
 def block_macs(costs: Costs, left: Counts, prefix: int) -> list[int]:
-    """Multiply-accumulates of each block with so many patch tokens in it."""
+    """Return the multiply-accumulates of each block with so many patch tokens in it."""
     pairs = zip(left.attention, left.mlp, costs.blocks, strict=True)
     return [(n + prefix) * b.attention + (n + prefix) ** 2 * b.pair + (m + prefix) * b.mlp for n, m, b in pairs]
 
 
 def head_macs(costs: Costs, patches: int, prefix: int) -> int:
-    """Multiply-accumulates of everything after the last block, which so many patch tokens leave."""
+    """Return the multiply-accumulates of everything after the last block, which so many patch tokens leave."""
     return costs.norm * (patches + prefix) + costs.pool * patches + costs.head

@@ -46,10 +46,7 @@ def record(model: nn.Module) -> Iterator[Trace]:
 def _set(tower: Any, thread: int, trace: Trace | None) -> None:
     """Let one thread record into a trace, or no more; the others' stay, and copies of the model do not see it."""
     with LOCK:
-        traces = {**(tower.traces or {})}
-        traces.pop(thread, None)
-        if trace is not None:
-            traces[thread] = trace
-        tower.traces = traces
-        if not traces:
+        found = {**(tower.traces or {}), thread: trace}
+        tower.traces = {own: kept for own, kept in found.items() if kept is not None}
+        if not tower.traces:
             del tower.traces

@@ -53,11 +53,11 @@ def export(
     json: Json = False,
 ) -> int:
     """Write a model, reduced or not, for another runtime, and beside it FILE.json: all one needs to run it."""
+    from tntprune.exporters.check import against_fp32
     from tntprune.exporters.check import check as compare
     from tntprune.exporters.export import export as write
     from tntprune.exporters.export import files
-    from tntprune.exporters.pace import against_fp32
-    from tntprune.exporters.samples import chosen, read
+    from tntprune.exporters.samples import choose_photos, read_photos
     from tntprune.serialization.checkpoint import files_of
     from tntprune.system.storage import check_output
 
@@ -70,10 +70,10 @@ def export(
     used: list[Photo] = []
     if data is not None:
         wanted = calibration_size if dtype == "int8" else 0
-        checked, used = chosen(data, check_size if check else 0, wanted)
+        checked, used = choose_photos(data, check_size if check else 0, wanted)
     written = write(
         built, out, to, dtype, dynamic_batch=dynamic_batch, indices=indices, batch_size=batch_size,
-        calibration=read(built, used) if used else None, calibration_size=calibration_size,
+        calibration=read_photos(built, used) if used else None, calibration_size=calibration_size,
         note={"model": model, "weights": weights and weights.name, "reducer": reducer and _named(reducer)},
     )  # fmt: skip
     size = sum(file.stat().st_size for file in written.files)
@@ -85,7 +85,7 @@ def export(
     for key, value in written.about.get("compile_with", {}).items():
         text += f'\nload it with {{"{key}": "{value}"}}: without, OpenVINO chooses a precision of its own'
     if check:
-        found = compare(built, out, read(built, checked) if checked else None, check_size)
+        found = compare(built, out, read_photos(built, checked) if checked else None, check_size)
         if found.problem:
             raise UserError(f"{out}: written, but not what the model says: {found.problem}")
         told["check"] = found.to_dict()

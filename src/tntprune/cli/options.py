@@ -110,7 +110,7 @@ def apply(
     from tntprune.serialization.checkpoint import load_, read
 
     if reducer is not None:
-        saved = read(reducer, model)[0].method
+        saved = read(reducer, model).config.method
         if method not in (None, saved):
             raise UsageError(f"--method {method}, but {reducer} holds {saved}; expected --method {saved}, or none")
         return load_(model, reducer, *map(config_from_text, then), **given(flags))

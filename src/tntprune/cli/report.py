@@ -123,7 +123,7 @@ def _maps(model: str, weights: Path | None, reducer: str, photos: tuple[Path, ..
     from tntprune.serialization.checkpoint import load_, read
 
     host = load(model, weights, device)
-    learned = blocks_of(read(reducer, host)[1])
+    learned = blocks_of(read(reducer, host).learned)
     blocks = tuple(block for block in BLOCKS if block in learned) or tuple(learned) or BLOCKS
     built = load_(host, reducer, at=blocks, keep=KEEP)
     maps = photo_maps(built, photos, each=True)

@@ -178,18 +178,18 @@ def _opened(
         The model; the method, where it is not that of the reducer; the unpruned model and the file of the model's own
         weights, where it was trained together with its reducer.
     """
-    from tntprune.serialization.checkpoint import load_, read, weights_of
+    from tntprune.serialization.checkpoint import load_, read
 
     loaded = load(model, weights, device, img_size)
     config = _method(method, reduction, reducer is None)
     if reducer is None:
         return loaded, config, None, None
     options = {name: value for name, value in given(reduction).items() if name != "at"}
-    saved, _, path = read(reducer, loaded)
+    found = read(reducer, loaded)
+    saved, tuned = found.config, found.weights
     if method not in (None, saved.method):
         raise UsageError(f"--method {method}, but {reducer} holds {saved.method}; expected that, or none")
     _check_free(saved, options)
-    tuned = weights_of(path)
     base = copy.deepcopy(loaded) if tuned is not None else None
     return load_(loaded, reducer, **options), config, base, tuned
 

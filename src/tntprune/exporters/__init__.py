@@ -1,1 +1,1 @@
-"""Models as files for other runtimes: one file per format; `base.py` says what a format is."""
+"""Models as files for other runtimes: `export` writes them, `check` says whether they are right."""

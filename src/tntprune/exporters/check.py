@@ -1,11 +1,16 @@
-"""Does a file say what the model says? It is loaded anew in its runtime and compared with the eager model."""
+"""Does a file say what the model says, and is it faster in lower precision than in fp32? It is loaded anew and run."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,52 +18,38 @@ from torch import nn
 from tntprune.backbones.attach import device_of, is_reduced
 from tntprune.backbones.base import find_backbone
 from tntprune.errors import UserError
-from tntprune.exporters.base import KEPT, LOGITS, first_line
-from tntprune.exporters.export import reopen
+from tntprune.exporters.export import export, reopen
+from tntprune.exporters.formats import KEPT, LOGITS, first_line
 from tntprune.exporters.graph import Answering
+from tntprune.system.clock import in_turns
 
 TOLERANCE = 1e-3  # of the spread of an image's logits, in fp32
 BORDER = 0.02  # share of images of a reduced model, at least one, in which a token may go the other way in fp32
 LEVELS = {"fp16": (0.99, 0.95), "bf16": (0.98, 0.9), "int8": (0.9, 0.75)}  # least correlation; agreement, on photos
 NEAR = 0.9  # least correlation of an image in which a token went the other way
+ROUNDS = 20  # in which a file's pace is taken
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was found.
+    """What was found."""
 
-    Args:
-        images: How many were compared.
-        photos: Whether they were photos; else random numbers, on which the first guess says little.
-        output: "logits", or "embedding" for a model without classes.
-        rule: What was demanded, in words.
-        exceptions: Images beyond the tolerance that the rule allows.
-        largest: The largest difference of a logit.
-        relative: The same, over the standard deviation of that image's logits.
-        usual: The same, without the exceptions.
-        correlation: Of the logits of an image, the mean over the images.
-        agreement: Percent of images with the same first guess; None for an embedding.
-        same_kept: Percent of images in which the same tokens are left at the end; None if the file does not tell.
-        kept: Percent of an image's tokens that are left at the end in both, the mean over the images.
-        problem: What is wrong, or None.
-    """
-
-    images: int
-    photos: bool
-    output: str
-    rule: str
-    exceptions: int
-    largest: float
-    relative: float
-    usual: float
-    correlation: float
-    agreement: float | None
-    same_kept: float | None
-    kept: float | None
-    problem: str | None
+    images: int  # that were compared
+    photos: bool  # else random numbers, on which the first guess says little
+    output: str  # "logits", or "embedding" for a model without classes
+    rule: str  # what was demanded, in words
+    exceptions: int  # images beyond the tolerance that the rule allows
+    largest: float  # difference of a logit
+    relative: float  # the same, over the standard deviation of that image's logits
+    usual: float  # the same, without the exceptions
+    correlation: float  # of the logits of an image, the mean over the images
+    agreement: float | None  # percent of images with the same first guess; None for an embedding
+    same_kept: float | None  # percent of images in which the same tokens are left; None if the file does not tell
+    kept: float | None  # percent of an image's tokens that are left in both, the mean over the images
+    problem: str | None  # what is wrong, or None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return it as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -108,7 +99,7 @@ def check(model: nn.Module, path: str | Path, images: torch.Tensor | None = None
         images = torch.randn(count, *find_backbone(model).input_size(model), generator=torch.Generator().manual_seed(0))
     told = [entry["name"] for entry in about["outputs"]]
     eager = Answering(model, indices=True)
-    logits, expected, same, kept = [], [], [], []
+    logits, expected, kept = [], [], []
     with torch.inference_mode():
         for part in batches_of(images, about["batch"]):
             try:
@@ -119,35 +110,41 @@ def check(model: nn.Module, path: str | Path, images: torch.Tensor | None = None
             logits.append(found[told[0]])
             expected.append(right)
             if KEPT in found:
-                shares = [_common(a, b) for a, b in zip(found[KEPT], places, strict=True)]
-                kept += shares
-                same += [share == 1 for share in shares]
-    found_, right = torch.cat(logits)[: len(images)], torch.cat(expected)[: len(images)]
-    excepted = ceil(BORDER * len(images)) if is_reduced(model) else 0
-    return _judge(
-        about["dtype"], photos, found_, right, same[: len(images)], kept[: len(images)], excepted, output=told[0]
-    )
+                kept += [_common(a, b) for a, b in zip(found[KEPT].tolist(), places.tolist(), strict=True)]
+    n = len(images)  # the last batch may be filled up
+    excepted = ceil(BORDER * n) if is_reduced(model) else 0
+    return judge(about["dtype"], photos, torch.cat(logits)[:n], torch.cat(expected)[:n], kept[:n], excepted, told[0])
 
 
-def _judge(
+def judge(
     dtype: str,
     photos: bool,
     found: torch.Tensor,
     right: torch.Tensor,
-    same: list[bool],
     kept: list[float],
     excepted: int,
     output: str = LOGITS,
 ) -> Check:
-    """Compare the outputs of a file, (n, classes), with those of the model; `excepted` images may differ in fp32."""
+    """Compare the outputs of a file with those of the model.
+
+    Args:
+        dtype: That the file computes in.
+        photos: Whether they are of photos.
+        found: (n, classes), the file's.
+        right: (n, classes), the model's.
+        kept: Of each image the share of tokens that are left in both; empty if the file does not tell.
+        excepted: Images that may differ in fp32.
+        output: Their name.
+    """
     n = len(found)
     difference = (found - right).abs().amax(1)  # (n,)
     relative = difference / right.std(1, correction=0).clamp(min=1e-12)
     correlation = torch.cosine_similarity(found - found.mean(1, keepdim=True), right - right.mean(1, keepdim=True))
     agreement = (found.argmax(1) == right.argmax(1)).float().mean().item()
-    far = relative > TOLERANCE if dtype == "fp32" else torch.zeros(n, dtype=torch.bool)
-    problem = None
-    if dtype == "fp32":
+    same, guesses, exact = kept.count(1), photos and output == LOGITS, dtype == "fp32"
+    far = (relative > TOLERANCE) & exact
+    beyond, (least, agrees) = int(far.sum()), LEVELS.get(dtype, (NEAR, 0.0))
+    if exact:
         rule = f"fp32: within {TOLERANCE:g} of the spread"
         if excepted:
             rule += (
@@ -155,40 +152,37 @@ def _judge(
                 "scores may be nearly the same"
             )
     else:
-        least, agrees = LEVELS[dtype]
         rule = f"{dtype}: correlated by {least:g}"
-        if photos and output == LOGITS:
-            rule += f", and the same first guess on {100 * agrees:.0f} %"
+        rule += f", and the same first guess on {100 * agrees:.0f} %" if guesses else ""
+    problem = None
     if not bool((found.isfinite() & right.isfinite()).all()):
         problem = f"some {output} values, of the file or of the model, are no numbers"
-    elif dtype == "fp32":
-        other = n - sum(same) if same else 0
-        if int(far.sum()) > excepted:
-            where = f"{int(far.sum())} of {n} images" + (f", {excepted} excepted" if excepted else "")
-            problem = f"{output} differ by more than {TOLERANCE:g} of their spread in {where}"
-        elif bool((correlation[far] < NEAR).any()):
-            least_found = correlation[far].min().item()
-            problem = f"{output} of an image correlate by {least_found:.3f}; expected at least {NEAR:g} of an exception"
-        elif other > excepted:
-            problem = f"other tokens are kept in {other} of {n} images"
-    elif correlation.mean() < least:
+    elif beyond > excepted:
+        where = f"{beyond} of {n} images" + (f", {excepted} excepted" if excepted else "")
+        problem = f"{output} differ by more than {TOLERANCE:g} of their spread in {where}"
+    elif beyond and correlation[far].min() < NEAR:
+        problem = f"{output} of an image correlate by {correlation[far].min():.3f}; expected at least {NEAR:g} of an "
+        problem += "exception"
+    elif exact and kept and n - same > excepted:
+        problem = f"other tokens are kept in {n - same} of {n} images"
+    elif not exact and correlation.mean() < least:
         problem = f"{output} correlate by {correlation.mean():.3f}; expected at least {least} in {dtype}"
-    elif photos and output == LOGITS and agreement < agrees:
-        guesses = f"the first guess is the same on {100 * agreement:.0f} % of {n} photos"
-        problem = f"{guesses}; expected {100 * agrees:.0f} % in {dtype}"
+    elif not exact and guesses and agreement < agrees:
+        problem = f"the first guess is the same on {100 * agreement:.0f} % of {n} photos; "
+        problem += f"expected {100 * agrees:.0f} % in {dtype}"
     usual = relative[~far]
     return Check(
-        images=n, photos=photos, output=output, rule=rule, exceptions=int(far.sum()), largest=difference.max().item(),
+        images=n, photos=photos, output=output, rule=rule, exceptions=beyond, largest=difference.max().item(),
         relative=relative.max().item(), usual=usual.max().item() if len(usual) else 0.0,
         correlation=correlation.mean().item(), agreement=100 * agreement if output == LOGITS else None,
-        same_kept=100 * sum(same) / len(same) if same else None,
-        kept=100 * sum(kept) / len(kept) if kept else None, problem=problem,
+        same_kept=100 * same / len(kept) if kept else None, kept=100 * sum(kept) / len(kept) if kept else None,
+        problem=problem,
     )  # fmt: skip
 
 
-def batches_of(images: torch.Tensor, batch: int | str) -> Any:
-    """Batches as the file takes them, the last one filled up; where it takes any, of one, two, three and so on."""
-    begin, number = 0, 0
+def batches_of(images: torch.Tensor, batch: int | str) -> Iterator[torch.Tensor]:
+    """Yield batches as the file takes them, the last one filled up; where it takes any, of 1, 2, 3, ... images."""
+    begin = number = 0
     while begin < len(images):
         number += 1
         size = batch if isinstance(batch, int) else min(number, 8, len(images) - begin)
@@ -197,14 +191,50 @@ def batches_of(images: torch.Tensor, batch: int | str) -> Any:
         begin += size
 
 
-def _common(found: torch.Tensor, right: torch.Tensor) -> float:
-    """Share of the tokens that are in both lists of places; -1 may stand in them more than once."""
-    if len(found) != len(right):
-        return 0.0
-    rest = right.tolist()
-    common = 0
-    for place in found.tolist():
-        if place in rest:
-            rest.remove(place)
-            common += 1
-    return common / max(1, len(right))
+def _common(found: list[int], right: list[int]) -> float:
+    """Return the share of the tokens that are in both lists of places; -1 may stand in them more than once."""
+    both = (Counter(found) & Counter(right)).total()
+    return both / max(1, len(right)) if len(found) == len(right) else 0.0
+
+
+class Pace(NamedTuple):
+    """Times of a file and of the same model in fp32."""
+
+    dtype: str  # of the file
+    ms: float  # per batch, the median
+    fp32_ms: float  # the same of the file in fp32
+    ratio: float  # times as fast as fp32, the median over the rounds
+
+    @property
+    def slower(self) -> bool:
+        """Whether fp32 is the better choice on this processor."""
+        return self.ratio < 1
+
+    def __str__(self) -> str:
+        told = (
+            f"{self.dtype} takes {self.ms:.1f} ms per batch on this processor and fp32 {self.fp32_ms:.1f}, timed in "
+            f"turns: {self.ratio:.2f} times as fast"
+        )
+        return f"{told}. {self.dtype} is slower than fp32 here: use --dtype fp32" if self.slower else told
+
+
+def against_fp32(model: nn.Module, path: Path, about: dict[str, Any]) -> Pace:
+    """Time a file in turns with the same model in the same format in fp32.
+
+    Args:
+        model: The model that was exported, in eval mode.
+        path: The file that `export` wrote.
+        about: What its JSON says.
+
+    Raises:
+        UserError: a file cannot be written, loaded or run.
+    """
+    batch = 1 if about["batch"] == "dynamic" else about["batch"]
+    images = torch.randn(batch, *find_backbone(model).input_size(model), generator=torch.Generator().manual_seed(0))
+    with TemporaryDirectory() as folder:
+        whole = Path(folder) / f"fp32{path.suffix}"
+        export(model, whole, about["format"], "fp32", batch_size=batch, indices=len(about["outputs"]) > 1)
+        calls = [partial(reopen(file)[0], images) for file in (path, whole)]
+        own, fp32 = in_turns(calls, ROUNDS, images.device, progress=False)
+    ratio = median(slow / fast for fast, slow in zip(own.all, fp32.all, strict=True))
+    return Pace(about["dtype"], own.median, fp32.median, ratio)

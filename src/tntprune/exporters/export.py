@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from tntprune.analysis.macs import macs
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.reduced import Reduced
 from tntprune.errors import UsageError, UserError
-from tntprune.exporters.base import INPUT, KEPT, DType, Format, Job, Runner, find_format, first_line
+from tntprune.exporters.formats import INPUT, KEPT, Captured, DType, Format, Runner, find_format, first_line, quiet
 from tntprune.exporters.graph import capture, exportable
 from tntprune.exporters.samples import as_tensor, class_list, preprocessing
 from tntprune.methods import to_dict
@@ -28,17 +29,11 @@ from tntprune.system.storage import check_output, find_target, forget_leftovers,
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """What was written."""
 
-    Args:
-        path: The file to give to the runtime.
-        files: All files, the first of them `path`, the last the JSON beside it.
-        about: What the JSON says.
-    """
-
-    path: Path
-    files: tuple[Path, ...]
-    about: dict[str, Any]
+    path: Path  # the file to give to the runtime
+    files: tuple[Path, ...]  # all of them, the first one `path`, the last one the JSON beside it
+    about: dict[str, Any]  # what the JSON says
 
 
 def export(
@@ -57,8 +52,7 @@ def export(
     """Write a model as a file for another runtime: input `images`, outputs `logits` and, if asked for, `kept`.
 
     A model without classes has the output `embedding` instead of `logits`. Beside the file goes FILE.json:
-    preprocessing, class names, reduction, multiply-accumulates, versions. Everything is written
-    whole or not at all.
+    preprocessing, class names, reduction, multiply-accumulates, versions. Everything is written whole or not at all.
 
     Args:
         model: A supported model in eval mode and in fp32, reduced or not; it stays as it is.
@@ -94,24 +88,25 @@ def export(
     for file in files(path, to):
         check_output(file)
     exportable(model)
-    batch = None if dynamic_batch else batch_size
-    images = as_tensor(model, calibration, calibration_size, batch_size) if dtype == "int8" else None
-    program, outputs = capture(model, form.model_dtype(dtype), indices, batch)
-    about = _about(model, form, dtype, batch, program, outputs, 0 if images is None else len(images))
+    wanted = calibration if dtype == "int8" else None
+    images = None if wanted is None else as_tensor(model, wanted, calibration_size, batch_size)
+    graph = capture(model, form.casts[dtype], indices, None if dynamic_batch else batch_size)
+    about = _about(model, form, dtype, graph, 0 if images is None else len(images))
     about |= {"file": path.name, **(note or {})}
     make_folder(path.parent)
     forget_leftovers(path)
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     make_folder(folder)
     try:
-        if told := _lacking(path, program, dtype):
+        if told := _lacking(path, graph, dtype):
             raise UserError(f"{path}: cannot be written ({told})")
         try:
-            form.write(Job(program, folder / path.name, dtype, batch, outputs, images))
+            with quiet():
+                form.write(graph, folder / path.name, dtype, images)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror or first_line(error)})") from None
         except Exception as error:  # the exporters raise a dozen kinds, and not all name a full disk
-            if told := _lacking(path, program, dtype):
+            if told := _lacking(path, graph, dtype):
                 raise UserError(f"{path}: cannot be written ({told})") from None
             raise UserError(f"{path}: {to} cannot hold this model ({first_line(error)})") from None
         write(folder / described(path).name, (json.dumps(about, indent=2, default=str) + "\n").encode())
@@ -123,6 +118,11 @@ def export(
 def files(path: Path, to: str) -> list[Path]:
     """Return the files that an export writes."""
     return [path, *([path.with_suffix(".bin")] if to == "openvino" else []), described(path)]
+
+
+def described(path: Path) -> Path:
+    """Return where that lies what is to be known of a file."""
+    return path.with_name(f"{path.name}.json")
 
 
 def check_utf8(path: Path) -> None:
@@ -138,17 +138,12 @@ def check_utf8(path: Path) -> None:
         raise UserError(f"{shown}: not UTF-8, and the runtimes cannot open such names; expected another name") from None
 
 
-def _lacking(path: Path, program: torch.export.ExportedProgram, dtype: DType) -> str | None:
+def _lacking(path: Path, graph: Captured, dtype: DType) -> str | None:
     """Say how much room the disk lacks for a file; None if it has enough for the weights."""
-    whole = sum(value.nbytes for value in program.state_dict.values())
+    whole = sum(value.nbytes for value in graph.program.state_dict.values())
     need = whole // {"fp32": 1, "int8": 4}.get(dtype, 2)  # at least: some formats convert before, some while they write
     free = shutil.disk_usage(path.parent).free
     return None if free >= need else f"no space left: {need / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free"
-
-
-def described(path: Path) -> Path:
-    """Where that lies what is to be known of a file."""
-    return path.with_name(f"{path.name}.json")
 
 
 def reopen(path: str | Path, threads: int | None = None) -> tuple[Runner, dict[str, Any]]:
@@ -176,35 +171,32 @@ def reopen(path: str | Path, threads: int | None = None) -> tuple[Runner, dict[s
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected what tntprune export wrote")
     try:
-        return form.open(path, dtype, threads), about
+        with quiet():
+            return form.open(path, dtype, threads or torch.get_num_threads()), about
     except Exception as error:  # whatever the runtimes raise on broken files
         raise UserError(f"{path}: {about['format']} cannot load it ({first_line(error)})") from None
 
 
-def _about(
-    model: nn.Module, form: Format, dtype: DType, batch: int | None, program: Any, outputs: tuple[str, ...], used: int
-) -> dict[str, Any]:
+def _about(model: nn.Module, form: Format, dtype: DType, graph: Captured, used: int) -> dict[str, Any]:
     tower = tower_of(model)
-    shape = ["batch" if batch is None else batch, *find_backbone(model).input_size(model)]
-    results = next(node for node in program.graph.nodes if node.op == "output").args[0]
-    told = []
-    for name, node in zip(outputs, results, strict=True):
-        rest = [int(size) for size in node.meta["val"].shape[1:]]
-        told.append({"name": name, "shape": [shape[0], *rest], "dtype": "int64" if name == KEPT else "float32"})
+    first: int | str = graph.batch or "batch"  # of every shape
+    results = next(node for node in graph.program.graph.nodes if node.op == "output").args[0]
+    shapes = [[first, *map(int, node.meta["val"].shape[1:])] for node in results]
+    kinds = {name: "int64" if name == KEPT else "float32" for name in graph.outputs}
     return {
         "tntprune": tntprune.__version__,
         "format": form.name,
         "dtype": dtype,
-        **form.about(dtype),
-        "inputs": [{"name": INPUT, "shape": shape, "dtype": "float32"}],
-        "outputs": told,
-        "batch": "dynamic" if batch is None else batch,
+        **({"compile_with": {"INFERENCE_PRECISION_HINT": form.hints[dtype]}} if form.hints else {}),
+        "inputs": [{"name": INPUT, "shape": [first, *find_backbone(model).input_size(model)], "dtype": "float32"}],
+        "outputs": [{"name": n, "shape": s, "dtype": kinds[n]} for n, s in zip(graph.outputs, shapes, strict=True)],
+        "batch": graph.batch or "dynamic",
         "preprocessing": preprocessing(model),
         "classes": class_list(model),
         "reduction": to_dict(tower.reduction.config) if isinstance(tower, Reduced) else None,
         "macs": macs(model).macs,
         "calibration_images": used,
-        "versions": form.versions(),
+        "versions": {name: version(name) for name in ("torch", "timm", *form.needs)},
     }
 
 
@@ -219,9 +211,8 @@ def _settle(folder: Path, path: Path) -> tuple[Path, ...]:
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
         find_target(path).unlink(missing_ok=True)
-        for name in beside:
+        for name in [*beside, path.name]:
             put(folder / name, path.parent / name)
-        put(folder / path.name, path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
     return (path, *(path.parent / name for name in beside))

@@ -10,7 +10,7 @@ from torch import nn
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.reduced import Reduced
 from tntprune.errors import UserError
-from tntprune.exporters.base import EMBEDDING, INPUT, KEPT, LOGITS, first_line, quiet
+from tntprune.exporters.formats import EMBEDDING, INPUT, KEPT, LOGITS, Captured, first_line, quiet
 
 
 class Answering(nn.Module):
@@ -23,21 +23,16 @@ class Answering(nn.Module):
 
     def __init__(self, model: nn.Module, indices: bool) -> None:
         super().__init__()
-        self.model, self.indices = model, indices
-        self.backbone = find_backbone(model)
+        self.model, self.indices, self.backbone = model, indices, find_backbone(model)
         self.dtype = next(model.parameters()).dtype
+        first = LOGITS if self.backbone.classes(model) else EMBEDDING  # what a model without classes gives
+        self.outputs = (first, KEPT) if indices else (first,)
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(B, C, H, W) in fp32, whatever the model computes in."""
+        """Take (B, C, H, W) in fp32, whatever the model computes in."""
         answer = self.backbone.answer(self.model, images.to(self.dtype))
         logits = answer.logits.float()
         return (logits, answer.tokens.index) if self.indices else (logits,)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Their names: a model without classes gives an embedding."""
-        first = LOGITS if self.backbone.classes(self.model) else EMBEDDING
-        return (first, KEPT) if self.indices else (first,)
 
 
 def exportable(model: nn.Module) -> None:
@@ -61,9 +56,7 @@ def exportable(model: nn.Module) -> None:
         )
 
 
-def capture(
-    model: nn.Module, dtype: torch.dtype, indices: bool, batch: int | None
-) -> tuple[torch.export.ExportedProgram, tuple[str, ...]]:
+def capture(model: nn.Module, dtype: torch.dtype, indices: bool, batch: int | None) -> Captured:
     """Capture a model as a graph. The model itself stays as it is.
 
     Args:
@@ -71,9 +64,6 @@ def capture(
         dtype: What the graph computes in; scores are ranked in fp32 all the same.
         indices: See `Answering`.
         batch: Images at a time, or None for any number.
-
-    Returns:
-        The graph, and the names of its outputs.
 
     Raises:
         UserError: torch cannot capture it, and why.
@@ -91,4 +81,4 @@ def capture(
             program = torch.export.export(answering, (images,), dynamic_shapes=shapes, strict=False)
     except Exception as error:  # torch.export raises a dozen kinds
         raise UserError(f"torch.export cannot capture the model ({first_line(error)})") from None
-    return program, answering.outputs
+    return Captured(program, answering.outputs, batch)

@@ -12,36 +12,32 @@ from torch import nn
 
 from tntprune.backbones.base import find_backbone
 from tntprune.backbones.classnames import class_names
-from tntprune.data.batches import LoaderSource
-from tntprune.data.folders import Photo, Photos, all_photos, input_mode, transform_for
+from tntprune.data.batches import pair_in
+from tntprune.data.folders import Photo, Photos, all_photos, collate, input_mode, transform_for
 from tntprune.errors import UserError
 
 
 def preprocessing(model: Any) -> dict[str, Any]:
-    """From a photo to the input, as JSON values, and what the outputs are called."""
+    """Return how a photo becomes the input, as JSON values, and what the outputs are called."""
     shape = find_backbone(model).input_size(model)
+    about: dict[str, Any] = {"channels": input_mode(model), "input_size": list(shape)}
     if hasattr(model, "from_pretrained"):  # transformers keeps this elsewhere
-        told = "as the image processor that transformers has for this model"
-        return {"channels": input_mode(model), "input_size": list(shape), "preprocessing": told}
+        return {**about, "preprocessing": "as the image processor that transformers has for this model"}
     config = resolve_model_data_config(model, {"input_size": shape})
     subset = infer_imagenet_subset(model)
-    classes = f"{subset}, ascending by WordNet id" if subset else "the model's own; photos in class folders: by name"
+    order = f"{subset}, ascending by WordNet id" if subset else "the model's own; photos in class folders: by name"
     return {
-        "channels": input_mode(model),
+        **about,
         "scale": "pixels from 0 to 1, then (x - mean) / std in each channel",
-        "input_size": list(shape),
         "mean": list(config["mean"]),
         "std": list(config["std"]),
-        "interpolation": config["interpolation"],
-        "crop_pct": config["crop_pct"],
-        "crop_mode": config["crop_mode"],
-        "class_order": classes,
+        **{name: config[name] for name in ("interpolation", "crop_pct", "crop_mode")},
+        "class_order": order,
     }
 
 
 def class_list(model: Any) -> list[str] | None:
-    """The names of a model's classes in the order of its logits; None where it has no classes or nobody named them."""
-    count = find_backbone(model).classes(model)
+    """Return the names of a model's classes in the order of its logits; None where it has none or nobody named them."""
     names = class_names(model)
     if not names and hasattr(model, "from_pretrained"):
         known = getattr(model.config, "id2label", None) or {}
@@ -50,10 +46,10 @@ def class_list(model: Any) -> list[str] | None:
     if not names and (subset := infer_imagenet_subset(model)):
         told = ImageNetInfo(subset)
         names = [f"{name} {told.label_name_to_description(name)}" for name in told.label_names()]
-    return names if count and len(names) == count else None
+    return names if names and len(names) == find_backbone(model).classes(model) else None
 
 
-def chosen(folder: Path, first: int, second: int) -> tuple[list[Photo], list[Photo]]:
+def choose_photos(folder: Path, first: int, second: int) -> tuple[list[Photo], list[Photo]]:
     """Choose photos from all over a folder for two uses, the same ones every time.
 
     Args:
@@ -70,46 +66,42 @@ def chosen(folder: Path, first: int, second: int) -> tuple[list[Photo], list[Pho
     if second and len(photos) < first + second:
         first = min(first, max(1, len(photos) // 4))
         second = min(second, max(1, len(photos) - first))
-    one = order[:first]
-    other = order[-second:] if second else []
-    return [photos[i] for i in one], [photos[i] for i in other]
+    return [photos[i] for i in order[:first]], [photos[i] for i in order[len(order) - second :]]
 
 
-def read(model: nn.Module, photos: list[Photo]) -> torch.Tensor:
-    """Photos as the model takes them, (n, C, H, W).
+def read_photos(model: nn.Module, photos: list[Photo]) -> torch.Tensor:
+    """Return photos as the model takes them, (n, C, H, W).
 
     Raises:
         UserError: one of them cannot be read.
     """
     dataset = Photos(photos, transform_for(model), input_mode(model))
-    images = []
-    for position in range(len(dataset)):
-        item = dataset[position]
-        if isinstance(item, Exception):
-            raise item
-        images.append(item[0])
-    return torch.stack(images)
+    batch = collate([dataset[position] for position in range(len(dataset))])
+    if batch.bad:
+        raise UserError(batch.bad[0])
+    return batch.images
 
 
-def as_tensor(model: nn.Module, given: str | Path | torch.Tensor | Iterable[Any] | None, count: int, least: int) -> Any:
-    """Images (n, C, H, W), at most `count` of them, in whole batches of `least`.
+def as_tensor(
+    model: nn.Module, given: str | Path | torch.Tensor | Iterable[Any], count: int, least: int
+) -> torch.Tensor:
+    """Return images (n, C, H, W), at most `count` of them, in whole batches of `least`.
 
     Raises:
         UserError: there are fewer than `least`, they cannot be read, or the model does not take them.
     """
     if isinstance(given, str | Path):
-        images = read(model, chosen(Path(given), count, 0)[0])
+        images = read_photos(model, choose_photos(Path(given), count, 0)[0])
     elif isinstance(given, torch.Tensor):
-        images = given[:count]
+        images = given
     else:
-        source = LoaderSource(given or [])
-        parts = [images for images, _ in source.batches(0, source.per_epoch)]
-        images = torch.cat(parts)[:count]
+        images = torch.cat([pair_in(item)[0] for item in given] or [torch.empty(0)])
     shape = find_backbone(model).input_size(model)
     if images.ndim != 4 or images.shape[1:] != shape:
         raise UserError(
             f"calibration images of shape {tuple(images.shape)}; expected (n, {', '.join(map(str, shape))})"
         )
+    images = images[:count]
     if len(images) < least:
         raise UserError(f"{len(images)} calibration images; expected at least {least}, one batch")
     return images[: len(images) // least * least].float().cpu()

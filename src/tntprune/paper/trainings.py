@@ -123,10 +123,10 @@ def train(
 
 def recipe_of(out: Path) -> str | None:
     """The recipe that an ended training was given; None where its file does not say."""
-    from tntprune.serialization.card import parsed
-    from tntprune.serialization.checkpoint import FILE, made_by
+    from tntprune.serialization.checkpoint import FILE, read
+    from tntprune.serialization.plan import parsed
 
-    note = parsed(made_by(out / FILE)[0]) or {}
+    note = parsed(read(out / FILE).made_by) or {}
     return note.get("recipe")
 
 

@@ -10,14 +10,16 @@ from typing import Any
 from torch import nn
 
 import tntprune
-from tntprune.analysis.accuracy_curve import Curve, Point
+from tntprune.analysis.accuracy_curve import AccuracyCurve
 from tntprune.backbones.attach import base_of, reduction_of
 from tntprune.backbones.base import find_backbone
 from tntprune.methods import to_dict
 from tntprune.serialization.fingerprint import full_name, identity
+from tntprune.serialization.plan import parsed
 from tntprune.system.units import unit_of
 
 CARD = "README.md"
+TEMPLATE = Path(__file__).with_name("card.md")
 
 
 def model_card(
@@ -25,11 +27,11 @@ def model_card(
     source: str,
     *,
     made_by: str = "",
-    curve: Curve | None = None,
+    curve: AccuracyCurve | None = None,
     license: str | None = None,
     weights: bool = False,
 ) -> str:
-    """A model card in the Hub's format, metadata first.
+    """Return a model card in the Hub's format: Markdown with a block of YAML on top.
 
     Args:
         model: Reduced.
@@ -39,34 +41,41 @@ def model_card(
         license: As the Hub writes it, such as apache-2.0; None is that of the base model, if timm knows it.
         weights: Whether the model's own weights lie beside it.
 
-    Returns:
-        Markdown with a block of YAML on top.
-
     Raises:
         UserError: the model is not reduced.
     """
-    method = reduction_of(model)
-    config, about = method.config, identity(model)
-    base = about["hub"] or _transformers_id(model)
-    name = full_name(about) or base or type(base_of(model)).__name__
-    sections = [
-        f"# {config.method} for {name}",
-        f"A token reduction (`{config.method}`) for `{name}`, made with tntprune {tntprune.__version__}: fewer tokens "
-        "enter the later blocks, so that the model needs less computation.",
-        "The model's own weights are part of it: they were trained together with the reduction."
-        if weights
-        else "Only what the method learned and its options are here; the model itself comes from where it always does.",
-        f"## Use\n\n{_usage(model, name, source)}",
-        f"## Options\n\n{_options(to_dict(config))}",
-        f"## How it was made\n\n{_history(shareable(made_by))}",
-        f"## Measured\n\n{_measured(curve)}",
-    ]
-    text = f"---\n{_metadata(model, config.method, base, license)}\n---\n\n" + "\n\n".join(sections) + "\n"
-    return text.encode("utf-8", "backslashreplace").decode()  # a file name need not be UTF-8
+    from huggingface_hub import ModelCard, ModelCardData
+
+    config, about = reduction_of(model).config, identity(model)
+    timm_name, other = full_name(about), _transformers_id(model)
+    base = about["hub"] or other
+    name = timm_name or base or type(base_of(model)).__name__
+    if timm_name:
+        imports, make = "import timm, tntprune", f'timm.create_model("{name}", pretrained=True{_size(model)}).eval()'
+    elif other:
+        kind = next((k.__name__ for k in type(model).__mro__ if k.__module__.startswith("transformers.")), "AutoModel")
+        imports, make = f"import tntprune\nfrom transformers import {kind}", f'{kind}.from_pretrained("{other}")'
+    else:
+        imports, make = "import tntprune", f"...  # your {name}, in eval mode"
+    classifies = bool(getattr(model, "num_classes", 0) or "ForImageClassification" in type(model).__name__)
+    data = ModelCardData(
+        library_name="tntprune", tags=["tntprune", config.method, "token-pruning", "vision-transformer"],
+        license=license or (getattr(model, "pretrained_cfg", None) or {}).get("license"), base_model=base or None,
+        pipeline_tag="image-classification" if classifies else None,
+    )  # fmt: skip
+    told = to_dict(config)
+    packages = dict.fromkeys(part["package"] for part in told.get("parts", [told]) if "package" in part)
+    card = ModelCard.from_template(
+        data, template_path=str(TEMPLATE), config=config, name=name, version=tntprune.__version__, weights=weights,
+        packages=" ".join(packages), imports=imports, make=make, source=source,
+        options=json.dumps(_without_none(told), indent=2), history=_history(shareable(made_by)), curve=curve,
+        table=None if curve is None else curve_table(curve),
+    )  # fmt: skip
+    return f"{card}\n".encode("utf-8", "backslashreplace").decode()  # a file name need not be UTF-8
 
 
 def shareable(made_by: str) -> str:
-    """The note of a saved file without paths of the machine that it was made on: of each, the last part stays."""
+    """Return the note of a saved file without paths of the machine it was made on: of each, the last part stays."""
     note = parsed(made_by)
     return made_by if note is None else json.dumps(_without_paths(note))
 
@@ -80,62 +89,24 @@ def _without_paths(value: Any) -> Any:
     return value
 
 
-def parsed(made_by: str) -> dict[str, Any] | None:
-    """The note of a saved file as JSON values; None where it is mere text."""
-    try:
-        note = json.loads(made_by)
-    except ValueError:
-        return None
-    return note if isinstance(note, dict) else None
-
-
-def _metadata(model: nn.Module, method: str, base: str, license: str | None) -> str:
-    from huggingface_hub import ModelCardData
-
-    known = (getattr(model, "pretrained_cfg", None) or {}).get("license")
-    classifies = bool(getattr(model, "num_classes", 0) or "ForImageClassification" in type(model).__name__)
-    data = ModelCardData(
-        library_name="tntprune", tags=["tntprune", method, "token-pruning", "vision-transformer"],
-        license=license or known, base_model=base or None,
-        pipeline_tag="image-classification" if classifies else None,
-    )  # fmt: skip
-    return str(data.to_yaml()).strip()
+def _without_none(value: Any) -> Any:
+    """Leave out the options that are left to the method."""
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _transformers_id(model: Any) -> str:
-    """The id on the Hub that a model of transformers was loaded from; empty where it was a folder or none."""
+    """Return the id on the Hub that a model of transformers is from; empty where it was a folder or none."""
     name = getattr(getattr(model, "config", None), "name_or_path", "") or ""
     return name if name.count("/") == 1 and name[0] not in "/.~" and not Path(name).exists() else ""
 
 
-def _usage(model: nn.Module, name: str, source: str) -> str:
-    if full_name(identity(model)):
-        options = f"pretrained=True{_size(model)}"
-        imports, make = "import timm, tntprune", f'timm.create_model("{name}", {options}).eval()'
-    elif base := _transformers_id(model):
-        kind = next((k.__name__ for k in type(model).__mro__ if k.__module__.startswith("transformers.")), "AutoModel")
-        imports, make = f"import tntprune\nfrom transformers import {kind}", f'{kind}.from_pretrained("{base}")'
-    else:
-        imports, make = "import tntprune", f"...  # your {name}, in eval mode"
-    return f'```python\n{imports}\nmodel = {make}\ntntprune.load_(model, "{source}")\n```'
-
-
 def _size(model: Any) -> str:
-    """The option of timm for images of another size than those that its weights come with; empty for those."""
+    """Return timm's option for images of another size than those that its weights come with; empty for those."""
     size = find_backbone(model).input_size(model)
     usual = model.pretrained_cfg.get("input_size")
     return f", img_size={size[1:]}" if usual and tuple(usual)[1:] != size[1:] else ""
-
-
-def _options(config: dict[str, Any]) -> str:
-    """The options as JSON, without those that are left to the method."""
-    return f"```json\n{json.dumps(_told(config), indent=2)}\n```"
-
-
-def _told(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _told(inner) for key, inner in value.items() if inner is not None}
-    return [_told(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _history(made_by: str) -> str:
@@ -150,35 +121,22 @@ def _history(made_by: str) -> str:
     return "\n".join(lines) or "No training is recorded."
 
 
-def _measured(curve: Curve | None) -> str:
-    if curve is None:
-        return "Nothing was measured. `tntprune eval --data PHOTOS` measures it."
+def curve_table(curve: AccuracyCurve) -> str:
+    """Return a curve as a table in Markdown."""
+    scale, unit = unit_of(curve.base.macs)
     lines = [
-        f"On {curve.images} labelled photos (`{curve.data}`), all settings on the same ones. Agreement: the share of "
-        "photos on which the first guess is that of the unpruned model.",
-        "",
-        curve_table(curve),
-        "",
-        f"Measured on {curve.stamp}.",
+        f"| setting | top-1 % | top-5 % | agreement % | {unit} | of the unpruned |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
+    for point in (curve.base, *curve.points):
+        name = f"{point.setting} (as saved)" if point.own and point.setting != "as saved" else point.setting
+        lines.append(
+            f"| {name} | {point.top1:.1f} | {point.top5:.1f} | {point.agreement:.1f} | {point.macs / scale:.3f} | "
+            f"{point.macs / curve.base.macs:.2f} |"
+        )
     return "\n".join(lines)
 
 
-def curve_table(curve: Curve) -> str:
-    """A curve as a table in Markdown."""
-    scale, unit = unit_of(curve.base.macs)
-    head = f"| setting | top-1 % | top-5 % | agreement % | {unit} | of the unpruned |\n|---|---:|---:|---:|---:|---:|"
-    return "\n".join([head, *(_row(point, curve.base, scale) for point in (curve.base, *curve.points))])
-
-
-def _row(point: Point, base: Point, scale: float) -> str:
-    name = f"{point.setting} (as saved)" if point.own and point.setting != "as saved" else point.setting
-    return (
-        f"| {name} | {point.top1:.1f} | {point.top5:.1f} | {point.agreement:.1f} | {point.macs / scale:.3f} | "
-        f"{point.macs / base.macs:.2f} |"
-    )
-
-
-def curve_values(curve: Curve | None) -> dict[str, Any] | None:
-    """A curve as JSON values."""
+def curve_values(curve: AccuracyCurve | None) -> dict[str, Any] | None:
+    """Return a curve as JSON values."""
     return None if curve is None else asdict(curve)

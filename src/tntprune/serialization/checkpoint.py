@@ -1,4 +1,4 @@
-"""Saving a reduction and putting it on a model again: one small file in a folder, on the Hub, or shipped."""
+"""Saving a reduction and putting it on a model again: one small file in a folder, on the Hub, or in the library."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tntprune.backbones.classnames import packed_names
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import Combination, Config, from_dict, implementation, options, to_dict
 from tntprune.methods.base import Method
-from tntprune.methods.learned import inherit, missing_in, renamed, with_dimension
+from tntprune.methods.learned import inherit, missing_in, with_dimension
 from tntprune.serialization.fingerprint import identity, warn_of_others
-from tntprune.serialization.hub import download
-from tntprune.serialization.plan import Plan, is_plan, read_plan
-from tntprune.serialization.pretrained import SHIPPED, find_shipped
+from tntprune.serialization.hub import download, is_id
+from tntprune.serialization.plan import Plan, SavedReduction, is_plan, parsed, read_plan
+from tntprune.serialization.pretrained import PRETRAINED, find_pretrained
 from tntprune.system.storage import check_finite, check_fits, make_folder, packed, read_metadata, read_weights, write
 
 if TYPE_CHECKING:
-    from tntprune.analysis.accuracy_curve import Curve
+    from tntprune.analysis.accuracy_curve import AccuracyCurve
 
 Model = TypeVar("Model", bound=nn.Module)
 FILE = "reducer.safetensors"
@@ -33,7 +33,7 @@ EMPTY = "nothing"  # a safetensors file needs a tensor even where a method has n
 
 
 def save(
-    model: nn.Module, folder: str | Path, made_by: str = "", weights: bool = False, card: bool | Curve = False
+    model: nn.Module, folder: str | Path, made_by: str = "", weights: bool = False, card: bool | AccuracyCurve = False
 ) -> Path:
     """Save a model's reduction: its configuration and what it learned, and not the model unless `weights` says so.
 
@@ -42,7 +42,7 @@ def save(
         folder: Where to put `reducer.safetensors`; made if it is not there.
         made_by: A note to keep in the file, such as the options of the training.
         weights: Also save the model's own weights as `model.safetensors`, for one that was trained with its reduction.
-        card: Also write a model card, `README.md`, with what was measured if a `Curve` is given.
+        card: Also write a model card, `README.md`, with what was measured if an `AccuracyCurve` is given.
 
     Returns:
         The path of the file.
@@ -54,20 +54,18 @@ def save(
     Warns:
         UserNote: the reduction was never calibrated.
     """
-    method = reduction_of(model)
+    method, folder = reduction_of(model), Path(folder)
     _check_whole(method)
-    folder = Path(folder)
     tensors = {name: value.detach().cpu().contiguous() for name, value in method.state_dict().items()}
     check_finite(folder / FILE, tensors)  # load_ would refuse them
     make_folder(folder)
-    layout = method.layout
     about = {
         "tntprune": tntprune.__version__,
         "made_by": made_by,
         "config": json.dumps(to_dict(method.config)),
         "weights": WEIGHTS if weights else "",
         "model": json.dumps(identity(model)),
-        "backbone": json.dumps({"embed_dim": layout.embed_dim, "depth": layout.depth}),
+        "backbone": json.dumps({"embed_dim": method.layout.embed_dim, "depth": method.layout.depth}),
     }
     if not method.calibrated:
         about["calibrated"] = "no"
@@ -150,23 +148,16 @@ def load_(model: Model, source: str | Path | Plan, *more: Config, revision: str 
 
     Raises:
         UserError: nothing is there, it is broken, or it was made for a model of another width or depth.
-        UsageError: an option does not exist or is out of range, or a revision was given of what is no repository.
+        UsageError: an option does not exist or is out of range, its method is not installed, or a revision was given of
+            what is no repository.
 
     Warns:
         UserNote: it was made for other weights of such a model.
     """
-    if isinstance(source, Plan):
-        if revision is not None:
-            raise UsageError(f"revision={revision!r} of a plan in memory; expected a Hub id, or no revision")
-        config, tensors, path, about = (
-            source.config,
-            renamed(source.config, source.learned),
-            Path("the plan"),
-            source.entries(),
-        )
-    else:
-        config, tensors, path = read(source, model, revision)
-        about = _about(path)
+    if isinstance(source, Plan) and revision is not None:
+        raise UsageError(f"revision={revision!r} of a plan in memory; expected a Hub id, or no revision")
+    saved = source if isinstance(source, Plan) else read(source, model, revision)
+    config, path = saved.config, saved.path
     for name, entry in options(type(config)).items():
         if entry.metadata["learned"] and changes.get(name, getattr(config, name)) != getattr(config, name):
             raise UsageError(
@@ -176,56 +167,50 @@ def load_(model: Model, source: str | Path | Plan, *more: Config, revision: str 
     if changes:
         config.check_changes(changes, str(path))
         config = config.changed(**changes)
-    for part in more:
-        if part.must_train:
-            raise UsageError(
-                f"{part.method} has to be trained first; expected further reductions that need no training"
-            )
+    if untrained := next((part.method for part in more if part.must_train), None):
+        raise UsageError(f"{untrained} has to be trained first; expected further reductions that need no training")
     layout = find_backbone(model).layout(model)
-    for name, value in _parse(path, about["backbone"]).items():
+    for name, value in saved.backbone.items():
         if getattr(layout, name, None) != value:
             raise UserError(f"{path}: made for a model of {name} {value}, given one of {getattr(layout, name, None)}")
-    method = reduction_of(attach(base_of(model), config))  # the model itself stays as it is if this does not fit
-    wanted = {name: value.shape for name, value in method.state_dict().items()}
-    spare = bool(changes) or isinstance(source, Plan) or is_plan(path)  # a plan has more, for other blocks too
-    found = {name: value.shape for name, value in tensors.items() if name in wanted or not spare}
-    if missing := missing_in(tensors, wanted):
+    wanted = reduction_of(attach(base_of(model), config)).state_dict()  # the model stays as it is if this does not fit
+    if missing := missing_in(saved.learned, wanted):
         raise UserError(f"{path}: {missing}")
-    check_fits(path, tensors, method.state_dict())
-    if wanted != found:
-        odd = sorted(set(found) - set(wanted)) or ["shapes"]
+    check_fits(path, saved.learned, wanted)
+    spare = bool(changes) or isinstance(saved, Plan)  # a plan has more, for other blocks too
+    surplus = [] if spare else sorted(set(saved.learned) - set(wanted))
+    if surplus or any(value.shape != saved.learned[name].shape for name, value in wanted.items()):
+        odd = surplus or ["shapes"]
         raise UserError(f"{path}: does not fit its own configuration ({odd[0]}); expected what tntprune.save writes")
-    tuned = _weights(source, path, model) if about.get("weights") else None
+    tuned = None if saved.weights is None else _tuned(saved, saved.weights, source, model)
     if tuned is None:
-        warn_of_others(path, base_of(model), about.get("model", ""))
+        warn_of_others(path, base_of(model), saved.model)
     own: Any = reduction_of(attach(model, config, *more))
-    inherit(own.parts[0] if more and not isinstance(config, Combination) else own, tensors)
-    own.set_calibrated(about.get("calibrated") != "no")
+    inherit(own.parts[0] if more and not isinstance(config, Combination) else own, saved.learned)
+    own.set_calibrated(saved.calibrated)
     if tuned is not None:
         model.load_state_dict(tuned, strict=False)
     return model
 
 
-def _weights(source: str | Path | Plan, path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's own weights that go with a reduction."""
-    file = source.weights if isinstance(source, Plan) else weights_of(path)
+def _tuned(saved: SavedReduction, file: Path, source: str | Path | Plan, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's own weights that go with a reduction, from where the reduction is from."""
     if not isinstance(source, Plan) and not Path(source).exists():
         # the same commit, or the two would not fit: the cache has a folder for each
-        file = download(str(source).partition("@")[0], WEIGHTS, path.parent.name)
-    elif file is None or not file.is_file():
-        raise UserError(f"{path}: goes with weights that were trained with it, and {file} is gone; put it back there")
-    tensors = read_weights(file)
-    wanted = {name: value.shape for name, value in base_of(model).state_dict().items()}
-    if wanted != {name: value.shape for name, value in tensors.items()}:
+        file = download(str(source).partition("@")[0], WEIGHTS, saved.path.parent.name)
+    elif not file.is_file():
+        raise UserError(
+            f"{saved.path}: goes with weights that were trained with it, and {file} is gone; put it back there"
+        )
+    tensors, own = read_weights(file), base_of(model).state_dict()
+    if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in tensors.items()}:
         raise UserError(f"{file}: does not fit the model; expected the model it was trained on")
-    check_fits(file, tensors, base_of(model).state_dict())
+    check_fits(file, tensors, own)
     return tensors
 
 
-def read(
-    source: str | Path, model: nn.Module | None = None, revision: str | None = None
-) -> tuple[Config, dict[str, torch.Tensor], Path]:
-    """The configuration, the tensors and the local path of a saved reduction.
+def read(source: str | Path, model: nn.Module | None = None, revision: str | None = None) -> SavedReduction:
+    """Read a saved reduction, from wherever `load_` takes it.
 
     Args:
         source: See `load_`.
@@ -234,62 +219,40 @@ def read(
 
     Raises:
         UserError: nothing is there, or it is broken or not a reduction.
+        UsageError: its method is not installed; it says which package has it.
     """
     path = _locate(source, model, revision)
-    about = _about(path)
-    if "config" not in about or "backbone" not in about:
+    if is_plan(path):
+        return read_plan(path)
+    about = read_metadata(path)
+    config, backbone = (parsed(about.get(name, "")) for name in ("config", "backbone"))
+    if config is None or backbone is None:
         raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
-    tensors = read_plan(path).learned if is_plan(path) else read_weights(path)
-    tensors.pop(EMPTY, None)
-    config = from_dict(_parse(path, about["config"]))
-    return config, renamed(config, {name: with_dimension(value) for name, value in tensors.items()}), path
-
-
-def made_by(path: Path) -> tuple[str, bool]:
-    """The note in a saved file on how it was made, and whether the model's own weights lie beside it."""
-    about = _about(path)
-    return about.get("made_by", ""), bool(about.get("weights"))
+    tensors = {name: with_dimension(value) for name, value in read_weights(path).items() if name != EMPTY}
+    return SavedReduction(
+        from_dict(config), tensors, backbone, parsed(about.get("model", "")) or {},
+        path.parent / WEIGHTS if about.get("weights") else None, about.get("made_by", ""),
+        calibrated=about.get("calibrated") != "no", path=path,
+    )  # fmt: skip
 
 
 def files_of(source: str | Path | None) -> list[Path]:
-    """The files of this machine that `load_` reads for a source, so that none of them is written over."""
+    """Return the files of this machine that `load_` reads for a source, so that none of them is written over."""
     if source is None or not Path(source).exists():
         return []
     path = Path(source)
     if path.is_dir():
         return [path / FILE, path / WEIGHTS]
-    own = weights_of(path) if is_plan(path) else path.parent / WEIGHTS
+    own = read_plan(path).weights if is_plan(path) else path.parent / WEIGHTS
     return [path, *filter(None, [own])]
-
-
-def weights_of(path: Path) -> Path | None:
-    """The model's own weights that go with a saved file on this machine; None where only the reduction was trained."""
-    if is_plan(path):
-        return read_plan(path).weights
-    return path.parent / WEIGHTS if read_metadata(path).get("weights") else None
-
-
-def _about(path: Path) -> dict[str, str]:
-    """The text entries of a saved file, or of a plan."""
-    return read_plan(path).entries() if is_plan(path) else read_metadata(path)
-
-
-def _parse(path: Path, text: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        data = None
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
-    return data
 
 
 def _locate(source: str | Path, model: nn.Module | None, revision: str | None) -> Path:
     path = Path(source)
-    if revision is not None and (source == SHIPPED or path.exists()):
+    if revision is not None and (source == PRETRAINED or path.exists()):
         raise UsageError(f"revision={revision!r}, but {source} is on this machine; expected a Hub id, or no revision")
-    if source == SHIPPED and model is not None:
-        return find_shipped(model)
+    if source == PRETRAINED and model is not None:
+        return find_pretrained(model)
     if path.is_file():
         return path
     if is_plan(path) and not path.exists():
@@ -300,8 +263,7 @@ def _locate(source: str | Path, model: nn.Module | None, revision: str | None) -
         unfinished = any(path.glob("checkpoint.safetensors"))
         hint = "the training there has not ended: continue it with --resume" if unfinished else f"expected {FILE} in it"
         raise UserError(f"{path}: no reduction in it; {hint}")
-    parts = str(source).partition("@")[0].split("/")
-    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+    if not is_id(str(source).partition("@")[0]):
         raise UserError(
             f"{source}: no such folder or file, and not a Hub id; expected a folder written by tntprune.save"
         )

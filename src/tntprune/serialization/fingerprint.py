@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,21 @@ from tntprune.errors import UserNote
 
 TENSORS = 4
 TOLERANCE = 0.01  # half precision moves a norm by far less, and another training by far more
+SKIPPED = ("reduction", "head", "pos_embed", "classifier")  # they change with the classes and the size of the images
 
 
 def identity(model: nn.Module) -> dict[str, Any]:
-    """A model's name in timm, its id on the Hub, and the L2 norms of a few of its matrices, from first to last.
-
-    Heads and position embeddings are left out: they change with the classes and with the size of the images.
-
-    Args:
-        model: Reduced or not.
+    """Return what a model is known by, reduced or not.
 
     Returns:
-        `architecture`, `tag` and `hub` (empty where there is none), and `norms` by the names of the parameters; none of
-        a shape without weights.
+        `architecture` and `tag` as timm names them, `hub`, its id there (each empty where there is none), and `norms`:
+        the L2 norms of a few of its matrices, from first to last, by name; none of a shape without weights.
     """
     about = getattr(model, "pretrained_cfg", None) or {}
-    skipped = ("reduction", "head", "pos_embed", "classifier")
     matrices = {
         name: value
         for name, value in model.named_parameters()
-        if value.ndim > 1 and value.shape[0] > 1 and not any(word in name for word in skipped)
+        if value.ndim > 1 and value.shape[0] > 1 and not any(word in name for word in SKIPPED)
     }
     names = list(matrices)
     chosen = [names[number * (len(names) - 1) // (TENSORS - 1)] for number in range(TENSORS)] if names else []
@@ -51,12 +45,12 @@ def _norm(matrix: torch.Tensor) -> float:
 
 
 def full_name(identity: dict[str, Any]) -> str:
-    """As timm writes it, `architecture.tag`; empty if the model is none of timm's."""
-    return ".".join(part for part in (identity["architecture"], identity["tag"]) if part)
+    """Return a model's name as timm writes it, `architecture.tag`; empty if the model is none of timm's."""
+    return ".".join(filter(None, (identity["architecture"], identity["tag"])))
 
 
 def difference(model: nn.Module, norms: dict[str, float]) -> str | None:
-    """How a model's weights differ from those with such norms; None if they do not, or if it is a shape without any."""
+    """Say how a model's weights differ from those with such norms; None if they do not, or if it has no values."""
     own = dict(model.named_parameters())
     if any(value.is_meta for value in own.values()):
         return None
@@ -69,24 +63,20 @@ def difference(model: nn.Module, norms: dict[str, float]) -> str | None:
     return None
 
 
-def warn_of_others(path: Path, model: nn.Module, recorded: str) -> None:
-    """Warn if what is in a file was made for other weights than those of a model of the same shape.
+def warn_of_others(path: Path, model: nn.Module, recorded: dict[str, Any]) -> None:
+    """Warn if what is in a file was made for other weights than those of an unpruned model of the same shape.
 
     Args:
         path: Of the file.
         model: Not reduced.
-        recorded: Its `identity` as JSON. What cannot be read, or is of parameters that the model has not, says nothing.
+        recorded: The `identity` in the file. What is not of that form, or of other parameters, says nothing.
 
     Warns:
         UserNote: it was.
     """
-    try:
-        norms = json.loads(recorded)["norms"].items()
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return
-    own = {name for name, _ in model.named_parameters()}
-    common = {name: norm for name, norm in norms if name in own and isinstance(norm, int | float)}
-    if told := difference(model, common):
+    norms, own = recorded.get("norms"), dict(model.named_parameters())
+    known = norms.items() if isinstance(norms, dict) else ()
+    if told := difference(model, {name: n for name, n in known if name in own and isinstance(n, int | float)}):
         warnings.warn(
             f"{path}: was made for other weights of such a model ({told}), and may not suit these; expected those that "
             "it was made with, or another training",
@@ -96,7 +86,7 @@ def warn_of_others(path: Path, model: nn.Module, recorded: str) -> None:
 
 
 def digest_of(model: nn.Module) -> str:
-    """SHA-256 of everything in a model's state, names and values."""
+    """Return the SHA-256 of everything in a model's state, names and values."""
     found = hashlib.sha256()
     for name, value in model.state_dict().items():
         found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())

@@ -12,20 +12,21 @@ from tntprune.errors import UsageError, UserError
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
-def split(source: str, revision: str | None = None) -> tuple[str, str | None]:
-    """A repository's id and its revision: "user/repo@v1" is "user/repo" at "v1".
+def is_id(repo: str) -> bool:
+    """Return whether a text without a revision has the form user/repo."""
+    parts = repo.split("/")
+    return len(parts) == 2 and all(parts) and parts[0] not in (".", "..", "~")
 
-    Args:
-        source: With the revision or without.
-        revision: A branch, a tag or a commit.
+
+def split(source: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Return a repository's id and its revision: "user/repo@v1" is "user/repo" at "v1".
 
     Raises:
         UserError: it is not of the form user/repo.
         UsageError: two different revisions were given.
     """
     repo, at, own = source.partition("@")
-    parts = repo.split("/")
-    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~") or (at and not own):
+    if not is_id(repo) or (at and not own):
         raise UserError(f"{source}: not a Hub id; expected user/repo, or user/repo@revision")
     if own and revision is not None and own != revision:
         raise UsageError(f"{source} and revision={revision!r}: two revisions; expected one")
@@ -33,7 +34,7 @@ def split(source: str, revision: str | None = None) -> tuple[str, str | None]:
 
 
 def download(source: str, file: str, revision: str | None = None) -> Path:
-    """A file of a repository, from the cache where there is no connection.
+    """Fetch a file of a repository, from the cache where there is no connection.
 
     Args:
         source: user/repo, or user/repo@revision.
@@ -54,7 +55,7 @@ def download(source: str, file: str, revision: str | None = None) -> Path:
             return Path(hf_hub_download(repo, file, revision=revision))
     except Exception as error:  # the Hub's client raises a dozen kinds
         raise UserError(
-            f"{source}: no such folder here, and the Hub gave none ({reason(error, file, revision)}); "
+            f"{source}: no such folder here, and the Hub gave none ({_reason(error, file, revision)}); "
             "expected a folder or a Hub id"
         ) from None
 
@@ -75,8 +76,7 @@ def upload(
         target: user/repo, or user/repo@branch.
         message: Of the commit.
         revision: A branch; the main one if there is none.
-        private: Whether a new repository can be seen by others; None is what the Hub does for this user. One that is
-            there already stays as it is.
+        private: Whether a new repository is hidden from others; None is what the Hub does for this user.
         token: To write with, instead of the one this machine is logged in with.
 
     Returns:
@@ -99,13 +99,13 @@ def upload(
                 api.create_branch(repo, branch=branch, exist_ok=True)
             commit = api.create_commit(repo, files, commit_message=message, revision=branch)
     except Exception as error:  # the Hub's client raises a dozen kinds
-        raise UserError(f"{target}: could not be pushed ({reason(error, revision=branch)})") from None
+        raise UserError(f"{target}: could not be pushed ({_reason(error, revision=branch)})") from None
     return str(commit.commit_url)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Each of the client's attempts would be a line of its own; what came of them is told in one, at the end."""
+    """Keep the client from telling each of its attempts; what came of them is told in one line at the end."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -115,12 +115,14 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def reason(error: BaseException, file: str = "", revision: str | None = None) -> str:
-    """What an error of the Hub's client means, in one line."""
+def _reason(error: BaseException, file: str = "", revision: str | None = None) -> str:
+    """Say what an error of the Hub's client means, in one line."""
     from huggingface_hub import errors
 
     if isinstance(error, RuntimeError) and error.__cause__ is not None:  # a file that could not be sent
         error = error.__cause__
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and the cache has no copy"
     kinds: list[tuple[type[BaseException], str]] = [  # each before those it is a kind of
         (errors.GatedRepoError, "access has to be asked for on the repository's page"),
         (errors.RepositoryNotFoundError, f"no such repository, or a private one: {LOGIN} to see those of yours"),
@@ -131,16 +133,11 @@ def reason(error: BaseException, file: str = "", revision: str | None = None) ->
         (errors.HFValidationError, "not the id of a repository"),
         (errors.LocalTokenNotFoundError, f"nobody is logged in: {LOGIN}"),
     ]
-    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, and the cache has no copy"
-    for kind, words in kinds:
-        if isinstance(error, kind):
-            return words
+    if told := next((words for kind, words in kinds if isinstance(error, kind)), None):
+        return told
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if status == 401:
-        return f"the token is not valid: {LOGIN}"
-    if status == 403:
-        return "the token has no right to write there"
+    if status in (401, 403):
+        return f"the token is not valid: {LOGIN}" if status == 401 else "the token has no right to write there"
     if any(base.__name__ in ("TransportError", "ConnectionError") for base in type(error).__mro__):
         return "the Hub cannot be reached"  # httpx, httpx2 or requests: which one depends on the client's version
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

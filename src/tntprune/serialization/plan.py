@@ -1,4 +1,4 @@
-"""Plans: a schedule that was searched for, what its method has learned, and what is known of it, in one JSON file."""
+"""A reduction as it was saved, and plans: schedules that were searched for, each in one JSON file."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from safetensors.torch import load
 import tntprune
 from tntprune.errors import UserError
 from tntprune.methods import Config, from_dict, to_dict
+from tntprune.methods.learned import renamed, with_dimension
 from tntprune.system.storage import check_finite, make_folder, packed, write
 
 ENDING = ".json"  # of a plan's name, by which it is told from other saved reductions
@@ -27,55 +28,38 @@ FIELDS: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A reduction that can be put on its model again, and why it is this one.
-
-    Args:
-        config: The reduction.
-        learned: What its method has learned, by name, also for places where it does not act here; nothing where there
-            is nothing to learn.
-        backbone: `embed_dim` and `depth` of the model that it was made for.
-        model: Whose it is; see `fingerprint.identity`.
-        weights: The model's own weights, where they were trained with the reduction; written as a path from the plan's
-            folder.
-        made_by: How it was made, as JSON.
-        budget: What was asked for.
-        predicted: What it costs and what is left, by the search's own figures.
-        front: Schedules that nothing else beats in both, the cheapest first.
-    """
+class SavedReduction:
+    """A reduction that can be put on its model again, whatever file it comes from."""
 
     config: Config
-    learned: dict[str, torch.Tensor]
-    backbone: dict[str, int]
-    model: dict[str, Any]
-    weights: Path | None = None
-    made_by: str = ""
-    budget: dict[str, Any] = field(default_factory=dict)
-    predicted: dict[str, Any] = field(default_factory=dict)
-    front: list[dict[str, Any]] = field(default_factory=list)
+    learned: dict[str, torch.Tensor]  # by its method, by name
+    backbone: dict[str, Any]  # `embed_dim` and `depth` of the model that it was made for
+    model: dict[str, Any]  # whose it is; see `fingerprint.identity`
+    weights: Path | None = None  # the model's own, where they were trained with the reduction
+    made_by: str = ""  # how it was made; the library's own notes are JSON
+    calibrated: bool = field(default=True, kw_only=True)
+    path: Path = field(default=Path("the plan"), kw_only=True)  # of the file that it was read from
 
-    def entries(self) -> dict[str, str]:
-        """What `tntprune.save` writes beside the tensors, in the same words."""
-        return {
-            "made_by": self.made_by,
-            "config": json.dumps(to_dict(self.config)),
-            "backbone": json.dumps(self.backbone),
-            "model": json.dumps(self.model),
-            "weights": str(self.weights or ""),
-        }
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "learned", renamed(self.config, self.learned))  # whatever version saved it
+
+
+@dataclass(frozen=True)
+class Plan(SavedReduction):
+    """A schedule that was searched for, and why it is this one. It may have learned more than its places need."""
+
+    budget: dict[str, Any] = field(default_factory=dict)  # what was asked for
+    predicted: dict[str, Any] = field(default_factory=dict)  # what it costs and what is left, by the search's figures
+    front: list[dict[str, Any]] = field(default_factory=list)  # schedules that nothing else beats, the cheapest first
 
 
 def is_plan(path: Path) -> bool:
-    """Whether a file is a plan, by its name."""
+    """Return whether a file is a plan, by its name."""
     return path.suffix.lower() == ENDING
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Write a plan.
-
-    Args:
-        path: Of a file that ends in .json; its folder is made if it is not there.
-        plan: What to write.
+    """Write a plan to a .json file, whose folder is made if it is not there.
 
     Raises:
         UserError: it cannot be written.
@@ -117,21 +101,23 @@ def read_plan(path: Path) -> Plan:
     for name, kind in FIELDS.items():
         if not isinstance(data.get(name), kind):
             raise UserError(f"{path}: a broken plan, without a {name} that could be read; search for it again")
-    return Plan(
-        config=from_dict(data["config"]),
-        learned=_tensors(path, data["learned"]),
-        weights=path.parent / data["weights"] if data["weights"] else None,
-        **{name: data[name] for name in ("backbone", "model", "made_by", "budget", "predicted", "front")},
-    )
-
-
-def _tensors(path: Path, text: str) -> dict[str, torch.Tensor]:
-    """What was learned, from safetensors in base64."""
-    if not text:
-        return {}
     try:
-        tensors: dict[str, torch.Tensor] = load(base64.b64decode(text, validate=True))
+        tensors = load(base64.b64decode(data["learned"], validate=True)) if data["learned"] else {}
     except (ValueError, SafetensorError):
         raise UserError(f"{path}: a broken plan, what was learned cannot be read; search for it again") from None
     check_finite(path, tensors)
-    return tensors
+    converted = {
+        "config": from_dict(data["config"]),
+        "learned": {name: with_dimension(value) for name, value in tensors.items()},
+        "weights": path.parent / data["weights"] if data["weights"] else None,
+    }
+    return Plan(**{name: data[name] for name in FIELDS} | converted, path=path)
+
+
+def parsed(text: str) -> dict[str, Any] | None:
+    """Return the JSON object in a text; None where it is none."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None

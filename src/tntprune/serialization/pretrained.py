@@ -12,32 +12,29 @@ from tntprune.errors import UserError
 from tntprune.serialization.fingerprint import difference, full_name, identity
 from tntprune.system.storage import read_metadata
 
-SHIPPED = "pretrained"  # the word for them where a folder or a Hub id is expected
+PRETRAINED = "pretrained"  # the word for them where a folder or a Hub id is expected
+OWN = "train scorers of your own with `tntprune train` or tntprune.calibrate_"
 
 
-def shipped() -> dict[str, Path]:
-    """Their files, by the names of their models."""
+def pretrained_files() -> dict[str, Path]:
+    """Return their files, by the names of their models."""
     folder = Path(__file__).parents[1] / "assets" / "pretrained"
     return {path.parent.name: path for path in sorted(folder.glob("*/*.safetensors"))}
 
 
-def find_shipped(model: nn.Module) -> Path:
-    """The file of the reduction that was made for a model.
+def find_pretrained(model: nn.Module) -> Path:
+    """Return the file of the reduction that was made for a model.
 
     Raises:
         UserError: there is none for it, or its weights are not those that the name promises.
     """
     name = full_name(identity(model)) or f"this {type(base_of(model)).__name__}"
-    files = shipped()
+    files = pretrained_files()
     if name not in files:
+        raise UserError(f"{PRETRAINED}: nothing is shipped for {name}, only for {', '.join(files)}; {OWN}")
+    if told := difference(model, json.loads(read_metadata(files[name])["model"])["norms"]):
         raise UserError(
-            f"{SHIPPED}: nothing is shipped for {name}, only for {', '.join(files)}; train scorers of your own with "
-            "`tntprune train` or tntprune.calibrate_"
-        )
-    recorded = json.loads(read_metadata(files[name])["model"])
-    if told := difference(model, recorded["norms"]):
-        raise UserError(
-            f"{SHIPPED}: was made for the pretrained weights of {name}, and these are others ({told}); load those "
-            "first, or train scorers of your own with `tntprune train` or tntprune.calibrate_"
+            f"{PRETRAINED}: was made for the pretrained weights of {name}, and these are others ({told}); load those "
+            f"first, or {OWN}"
         )
     return files[name]

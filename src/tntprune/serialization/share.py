@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tntprune.analysis.accuracy_curve import Curve, measure_curve
+from tntprune.analysis.accuracy_curve import AccuracyCurve, measure_curve
 from tntprune.backbones.attach import reduction_of
 from tntprune.errors import UsageError, UserError
 from tntprune.serialization.card import CARD, model_card, shareable
-from tntprune.serialization.checkpoint import made_by, read, save
+from tntprune.serialization.checkpoint import read, save
 from tntprune.serialization.hub import split, upload
 from tntprune.system.storage import write
 
@@ -23,7 +23,7 @@ def push(
     *,
     run: str | Path | None = None,
     data: str | Path | None = None,
-    curve: Curve | None = None,
+    curve: AccuracyCurve | None = None,
     revision: str | None = None,
     private: bool | None = None,
     message: str | None = None,
@@ -55,7 +55,7 @@ def push(
         UsageError: both data and curve were given.
     """
     repo, branch = split(target, revision)
-    reduction_of(model)
+    method = reduction_of(model).config.method
     if data is not None and curve is not None:
         raise UsageError("data and curve were both given; expected photos to measure on, or what was measured")
     note, tuned = history(model, run) if run is not None else ("", False)
@@ -68,21 +68,19 @@ def push(
         source = repo if branch in (None, "main") else f"{repo}@{branch}"
         text = model_card(model, source, made_by=note, curve=curve, license=license, weights=weights)
         write(folder / CARD, text.encode())
-        return upload(
-            folder, target, message or f"A {reduction_of(model).config.method} reduction, by tntprune",
-            revision=revision, private=private, token=token,
-        )  # fmt: skip
+        message = message or f"A {method} reduction, by tntprune"
+        return upload(folder, target, message, revision=revision, private=private, token=token)
 
 
 def history(model: nn.Module, run: str | Path) -> tuple[str, bool]:
-    """How the reduction of a model was trained, as its saved file says, and whether the model was trained too.
+    """Return how the reduction of a model was trained, as its saved file says, and whether the model was trained too.
 
     Raises:
         UserError: what the file holds is not what the model has.
     """
-    _, tensors, path = read(run, model)
-    own = reduction_of(model).state_dict()
-    other = next((n for n, v in own.items() if n not in tensors or not torch.equal(v.cpu(), tensors[n])), None)
+    saved, own = read(run, model), reduction_of(model).state_dict()
+    known = saved.learned
+    other = next((n for n, v in own.items() if n not in known or not torch.equal(v.cpu(), known[n])), None)
     if other is not None:
-        raise UserError(f"{path}: holds another {other} than the model; expected the folder that it was loaded from")
-    return made_by(path)
+        raise UserError(f"{saved.path}: holds another {other} than the model; expected the folder it was loaded from")
+    return saved.made_by, saved.weights is not None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tntprune.errors import UsageError
 from tntprune.methods import Combination, Config, find_method
 from tntprune.methods.text import config_from_text, options_from
-from tntprune.serialization.pretrained import SHIPPED
+from tntprune.serialization.pretrained import PRETRAINED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,7 +60,7 @@ def of_reducer(
 
     found = re.fullmatch(r"(.*?)((?:\s+[\w-]+=\S+)*)", text.strip(), re.DOTALL)
     name, pairs = (found[1], found[2].split()) if found else (text, [])
-    folder = SHIPPED if name == SHIPPED else Path(name)
+    folder = PRETRAINED if name == PRETRAINED else Path(name)
     saved = Saved(folder, model).config
     if isinstance(saved, Combination):
         saved.changed(**options_from(pairs, str(folder)))

@@ -16,8 +16,8 @@ from tntprune.errors import UsageError, UserError
 from tntprune.methods import Combination, Config, options
 from tntprune.methods.learned import missing_in
 from tntprune.reduce import reduce_
-from tntprune.serialization.checkpoint import load_, read, weights_of
-from tntprune.serialization.pretrained import SHIPPED
+from tntprune.serialization.checkpoint import load_, read
+from tntprune.serialization.pretrained import PRETRAINED
 
 NAMES = {
     "tnt": "TNT", "random": "random drop", "topk": "Top-K", "evit": "EViT", "dynamicvit": "DynamicViT",
@@ -86,11 +86,11 @@ class Saved:
     def __init__(self, source: Path | str, model: nn.Module | None = None) -> None:
         self.given = source
         # a relative name may also be that of a repository
-        self.source = SHIPPED if source == SHIPPED else Path(source).absolute()
+        self.source = PRETRAINED if source == PRETRAINED else Path(source).absolute()
         if isinstance(self.source, Path) and not self.source.exists():
             raise UserError(f"{source}: no such folder; expected one that tntprune train or tntprune.save wrote")
-        self.config, self.tensors, self.path = read(self.source, model)
-        self.weights = weights_of(self.path)
+        saved = read(self.source, model)
+        self.config, self.tensors, self.path, self.weights = saved.config, saved.learned, saved.path, saved.weights
         self.tuned = self.weights is not None  # whether the model was trained with it
 
     @cached_property
