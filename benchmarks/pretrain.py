@@ -103,7 +103,7 @@ def main(out: Path, doc: Path = Path("docs/pretrain.md")) -> None:
         "train", MODEL, *SIZE, "--weights", weights, *data, "--out", reducer,
         "--method", "tnt", "--at", AT, "--epochs", 3,
     )  # fmt: skip
-    small = ["--img-size", 64, 64, "--epochs", 1, "--batch-size", BATCH, "--parts", PARTS]
+    small = ["--img-size", 64, 64, "--epochs", 1, "--batch-size", BATCH, "--micro-batches", PARTS]
     third = call("pretrain", "vit16", "--data", photos / "val", "--out", vit16, *small)
 
     model = load_model(MODEL, weights, img_size=(SIDE, SIDE))

@@ -25,6 +25,7 @@ import tyro
 
 from tntprune.cli import commands
 from tntprune.cli import main as cli
+from tntprune.cli.values import VALUES
 from tntprune.methods import METHODS, options
 
 CHEAP = {  # so that a valid line ends within seconds
@@ -82,7 +83,7 @@ def flags_of(command: str) -> tuple[Flag, ...]:
     """Read the flags of a command from its parser."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of get_parser, for which tyro has nothing else yet
-        parser = tyro.extras.get_parser(commands.COMMANDS[command], config=cli.PARSING)
+        parser = tyro.extras.get_parser(commands.COMMANDS[command], config=cli.PARSING, registry=VALUES)
     return tuple(
         Flag(
             (action.option_strings or [""])[-1], action.dest.rpartition(".")[2], str(action.metavar),

@@ -112,7 +112,7 @@ def runs(good: Path, here: Path, draw: random.Random) -> str:
 KINDS = {images: 90, weights: 90, reducers: 90, plans: 70, rows: 60, indexes: 50, runs: 50}
 assert sum(KINDS.values()) == 500
 CASES = [(kind, number) for kind, count in KINDS.items() for number in range(count)]
-SHORT = 6  # of so many, `make test` runs one
+SHORT = 12  # of so many, `make test` runs one
 
 
 def contents(*folders: Path) -> dict[Path, bytes | None]:

@@ -16,8 +16,9 @@ import torch
 from PIL import Image
 
 from conftest import make
-from tntprune import __version__, cli
+from tntprune import __version__
 from tntprune.backbones.digits_vit import WEIGHTS
+from tntprune.cli import main as cli
 from tntprune.cli.commands import COMMANDS
 from tntprune.cli.main import main
 from tntprune.demo.digits import scans, scatter
@@ -123,9 +124,10 @@ def test_help_and_version_do_not_wait_for_torch():
         "import sys, tntprune.cli.main as c; c.main(['--version']); sys.exit(bool({'torch', 'timm'} & {*sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
-    begin = time.perf_counter()
+    before = os.times()
     assert finish(start("train", "--help"))[0] == 0
-    assert time.perf_counter() - begin < 5
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 4
 
 
 # MACs and info
@@ -337,9 +339,10 @@ def test_json_is_one_object_on_standard_output(call, digits, trained, tmp_path):
         ["eval", "digits_vit", "--data", digits, "--reducer", trained, "--workers", 1],
         ["show", "digits_vit", photo, "--reducer", trained, "--out", tmp_path / "a.png"],
     ]:
-        code, out, _ = call(*arguments, "--json")
+        code, out, err = call(*arguments, "--json")
         assert code == 0 and out.count("\n") == 1, arguments
         assert isinstance(json.loads(out), dict), arguments
+        assert arguments[0] != "eval" or "evaluating: 100%" in err
 
 
 @pytest.mark.parametrize("arguments", [["macs", "nonsense"], ["macs"], ["nonsense"], ["info", "resnet18"]])
@@ -498,18 +501,20 @@ def wait_for(path: Path, process, lines: int = 0) -> None:
 
 @pytest.fixture(scope="module")
 def straight(digits, tmp_path_factory):
-    """A training that nothing interrupted, of 120 steps: long enough to be interrupted."""
+    """A training that nothing interrupted, of 80 steps: long enough to be interrupted."""
     out = tmp_path_factory.mktemp("straight") / "run"
     assert main([*map(str, long_training(digits, out))]) == 0
     return read_weights(out / "reducer.safetensors")
 
 
 def long_training(digits, out):
-    options = ["--at", 1, "--noise-blocks", 1, "--tokens", 9, "--batch-size", 2, "--epochs", 6, "--workers", 1]
+    options = ["--at", 1, "--noise-blocks", 1, "--tokens", 9, "--batch-size", 2, "--epochs", 4, "--workers", 1]
     return ["train", "digits_vit", "--data", digits, "--out", out, "--save-every", 7, *options]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.wide) for one in (signal.SIGTERM, signal.SIGKILL))]
+)
 def test_a_training_that_is_interrupted_goes_on_as_if_it_was_not(call, digits, straight, tmp_path, number):
     arguments = long_training(digits, tmp_path)
     process = start(*arguments)
@@ -523,7 +528,7 @@ def test_a_training_that_is_interrupted_goes_on_as_if_it_was_not(call, digits, s
         assert code == 1
         assert "tntprune: stopped after step " in err and err.endswith("continue with --resume\n")
     step = int(read_metadata(tmp_path / "checkpoint.safetensors")["step"])
-    assert 7 <= step < 120 and read_weights(tmp_path / "checkpoint.safetensors")
+    assert 7 <= step < 80 and read_weights(tmp_path / "checkpoint.safetensors")
     code, _, err = call(*arguments, "--resume", "--weights", WEIGHTS)
     assert code == 2 and is_one_line(err) and "weights=None, not " in err
     code, _, err = call(*arguments, "--resume")
@@ -531,14 +536,8 @@ def test_a_training_that_is_interrupted_goes_on_as_if_it_was_not(call, digits, s
     resumed = read_weights(tmp_path / "reducer.safetensors")
     assert all(torch.equal(resumed[name], value) for name, value in straight.items())
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [*range(1, 121)]
+    assert [line["step"] for line in lines] == [*range(1, 81)]
     assert all(math.isfinite(line["loss"]) for line in lines)
-
-
-def test_json_of_a_process_is_one_object(digits, trained):
-    code, out, err = finish(start("eval", "digits_vit", "--data", digits, "--reducer", trained, "--json"))
-    assert code == 0 and json.loads(out)["images"] == COUNT
-    assert "evaluating: 100%" in err and "Traceback" not in err
 
 
 def test_a_mistake_ends_a_process_with_its_code():
@@ -604,13 +603,17 @@ def test_an_image_size_that_does_not_fit_is_one_line(call, model, size, message)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="written for a POSIX shell")
-def test_streams_may_be_closed(tmp_path):
-    out = tmp_path / "m.pt2"
-    command = f"{shlex.quote(sys.executable)} -m tntprune export digits_vit --to pt2 --out {shlex.quote(str(out))}"
+def test_streams_may_be_closed(digits, tmp_path):
+    out, photo = tmp_path / "kept.png", next(digits.rglob("*.png"))
+    words = ["-m", "tntprune", "show", "digits_vit", photo, "--method", "random", "--out", out]
+    command = shlex.join([sys.executable, *map(str, words)])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(f"{command} >&-", shell=True, env=environment, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 0 and out.is_file() and "Traceback" not in done.stderr
-    assert subprocess.run(f"{command}/x.pt2 >&- 2>&-", shell=True, env=environment).returncode == 1
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    with Image.open(out) as image:
+        image.load()  # nothing was printed into it
+    command = shlex.join([sys.executable, "-m", "tntprune", "macs", "nonsense"])
+    assert subprocess.run(f"{command} >&- 2>&-", shell=True, env=environment).returncode == 2
 
 
 @pytest.mark.parametrize(("command", "told"), [("sweep", True), ("paper", True), ("eval", False)])
@@ -637,7 +640,7 @@ def test_notes_are_lines_and_other_warnings_stay_what_they_are(monkeypatch, caps
     assert [one.category for one in others] == [RuntimeWarning]
 
 
-@pytest.mark.parametrize("command", ["info", "macs"])
+@pytest.mark.parametrize("command", ["macs", pytest.param("info", marks=pytest.mark.wide)])
 def test_counting_commands_start_without_what_they_do_not_need(command):
     """Half of their time went into torch's compiler, which timm and torchvision load to mark a few functions."""
     code = (

@@ -39,7 +39,15 @@ from tntprune.training.validation import Validation
 
 IMAGES, LABELS = torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(1)), torch.arange(12) % 7
 TRAINING = Training(
-    epochs=3, batch_size=4, parts=2, lr=0.02, backbone_lr=1e-3, freeze_epochs=1, ema=0.9, drop_path=0.1, amp="none"
+    epochs=3,
+    batch_size=4,
+    micro_batches=2,
+    lr=0.02,
+    backbone_lr=1e-3,
+    freeze_epochs=1,
+    ema=0.9,
+    drop_path=0.1,
+    amp="none",
 )
 STEPS = 9
 WEIGHTS, REDUCER = "model.safetensors", "reducer.safetensors"
@@ -122,7 +130,7 @@ def run_for(seconds, work, *arguments):
     return process.exitcode != 0, time.perf_counter() - begin
 
 
-@pytest.mark.parametrize(("kills", "seed"), [(10, 0), pytest.param(60, 1, marks=wide)])
+@pytest.mark.parametrize(("kills", "seed"), [(3, 0), pytest.param(60, 1, marks=wide)])
 def test_trainings_killed_at_random(tmp_path, photos, straight, kills, seed):
     """A training that ends in between makes room for another one."""
     killed, whole = run_for(60, ready, photos, tmp_path / "0")
@@ -152,7 +160,7 @@ def measured(path):
     return {key: replace(row, about={}) for key, row in Ledger(path).rows().items()}
 
 
-@pytest.mark.parametrize(("kills", "seed"), [(3, 2), pytest.param(30, 3, marks=wide)])
+@pytest.mark.parametrize(("kills", "seed"), [(2, 2), pytest.param(30, 3, marks=wide)])
 def test_sweeps_killed_at_random(tmp_path, kills, seed):
     generator = np.random.default_rng(0)
     for number in range(20):
@@ -266,7 +274,13 @@ def train_and_die(photos, out, phase):
     train(ALONE, photos, out)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+QUICK = (  # one of each kind
+    "in the middle of a step", "before a checkpoint gets its name", "in validation of the average",
+    "after the best model and before its reduction", "between model and reduction",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", [pytest.param(one, marks=[] if one in QUICK else wide) for one in PHASES])
 def test_killed_in_a_phase(tmp_path, photos, straight, phase):
     out = tmp_path / "run"
     process = processes.Process(target=train_and_die, args=(photos, out, phase))
@@ -318,7 +332,12 @@ def train_until_one_dies(world, photos, out, rank, phase):
 
 
 @pytest.mark.parametrize(
-    ("rank", "phase"), [(1, "in the middle of a step"), (0, "after the best"), (1, "in validation")]
+    ("rank", "phase"),
+    [
+        (0, "after the best"),
+        pytest.param(1, "in the middle of a step", marks=wide),
+        pytest.param(1, "in validation", marks=wide),
+    ],
 )
 def test_one_of_two_is_killed(tmp_path, photos, straight, rank, phase):
     """The other one is then stopped, as torchrun does it; and one alone goes on, or two."""

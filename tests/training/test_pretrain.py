@@ -10,12 +10,12 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from tntprune.cli.training_flags import FLAGS, SCRATCH
 
 from several import together
 from tntprune.backbones.attach import base_of, is_reduced
 from tntprune.backbones.models import load_model
 from tntprune.cli.main import main
-from tntprune.cli.training_flags import FLAGS, SCRATCH
 from tntprune.data.folders import class_folders
 from tntprune.errors import UsageError, UserError
 from tntprune.serialization.checkpoint import load_
@@ -206,7 +206,7 @@ def test_imagenet_folders_are_its_classes_where_they_are_to_be(tmp_path, call):
 
 
 def full(photos, out, *more):
-    return command(photos, out, "--epochs", 3, "--parts", 2, "--save-every", 2, *more)  # every augmentation
+    return command(photos, out, "--epochs", 3, "--micro-batches", 2, "--save-every", 2, *more)  # every augmentation
 
 
 def rank(world, arguments):

@@ -43,7 +43,18 @@ def options(place):
 
 
 def training(place, out):
-    recipe = ["--preset", "published", "--recipe", "paper", "--epochs", "2", "--batch-size", BATCH, "--parts", "2"]
+    recipe = [
+        "--preset",
+        "published",
+        "--recipe",
+        "paper",
+        "--epochs",
+        "2",
+        "--batch-size",
+        BATCH,
+        "--micro-batches",
+        "2",
+    ]
     return ["train", *options(place), "--data", place / "train", "--out", out, "--at", "2", *recipe]
 
 

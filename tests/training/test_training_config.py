@@ -11,27 +11,33 @@ from hypothesis import strategies as st
 
 from tntprune import ATS, TNT, AViT, DynamicViT, EViT, Random, UsageError
 from tntprune.data.augment import AUTHORS, LIGHT
-from tntprune.training.config import MAX_PARTS, MAX_SEED, STEPS, TOGETHER, Training
+from tntprune.training.config import MAX_MICRO_BATCHES, MAX_SEED, STEPS, TOGETHER, Training
 from tntprune.training.recipes import Recipe, changed, published, scratch, short
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"epochs": 0}, "epochs=0: expected a whole number, 1 or larger"),
-        ({"parts": 0}, "parts=0: expected a whole number, 1 to 512"),
-        ({"parts": 3}, "parts=3: batch_size=16 is no multiple of it"),
-        ({"clip": 0.0}, "clip=0.0: expected a norm above 0"),
-        ({"clip": "1"}, "clip=1: expected a number"),
-        ({"ema": 1.0}, "ema=1.0: expected a share from 0 to below 1"),
-        ({"drop_path": -0.1}, "drop_path=-0.1: expected a share from 0 to below 1"),
-        ({"warmup_lr": -1.0}, "warmup_lr=-1.0: expected 0 or more"),
-        ({"min_lr": float("nan")}, "min_lr=nan: expected a number"),
+        ({"epochs": 0}, "epochs=0: expected a whole number from 1 to 1000000"),
+        ({"batch_size": None}, "batch_size=None: expected a whole number from 1 to 65536"),
+        ({"batch_size": 8.0}, "batch_size=8: expected a whole number from 1 to 65536"),
+        ({"seed": True}, "seed=True: expected a whole number from 0 to 4294967295"),
+        ({"micro_batches": 0}, "micro_batches=0: expected a whole number from 1 to 512"),
+        ({"micro_batches": 3}, "micro_batches=3: batch_size=16 is no multiple of it"),
+        ({"clip": 0.0}, "clip=0: expected a number above 0 to 1e+06"),
+        ({"clip": "1"}, "clip=1: expected a number above 0 to 1e+06"),
+        ({"ema": 1.0}, "ema=1: expected a number from 0 to below 1"),
+        ({"drop_path": -0.1}, "drop_path=-0.1: expected a number from 0 to below 1"),
+        ({"warmup_lr": -1.0}, "warmup_lr=-1: expected a number from 0 to 1000"),
+        ({"min_lr": float("nan")}, "min_lr=nan: expected a number from 0 to 1000"),
+        ({"lr": 1e-13}, "lr=1e-13: expected a rate from 1e-12 to 1000"),
+        ({"unfreeze": "tail"}, "unfreeze='tail': expected one of 'all', 'head', 'norms', 'lowrank'"),
+        ({"unfreeze": "norms", "distill": 2}, "distill=2: expected a number from 0 to 1"),
         (
             {"freeze_epochs": 1},
             "freeze_epochs=1: without backbone_lr the model is frozen throughout; expected backbone_lr above 0",
         ),
-        ({"amp": "fp8"}, "amp='fp8': expected 'auto', 'none', 'bf16' or 'fp16'"),
+        ({"amp": "fp8"}, "amp='fp8': expected one of 'auto', 'none', 'bf16', 'fp16'"),
     ],
 )
 def test_what_is_out_of_range_is_refused(options, told):
@@ -43,9 +49,9 @@ def test_what_is_out_of_range_is_refused(options, told):
 @given(
     seeds=st.tuples(st.integers(0, MAX_SEED), st.integers(0, MAX_SEED)),
     steps=st.tuples(st.integers(0, 999_999), st.integers(0, 999_999)),
-    parts=st.tuples(st.integers(0, MAX_PARTS - 1), st.integers(0, MAX_PARTS - 1)),
+    parts=st.tuples(st.integers(0, MAX_MICRO_BATCHES - 1), st.integers(0, MAX_MICRO_BATCHES - 1)),
 )
-def test_no_two_parts_of_a_training_draw_the_same(seeds, steps, parts):
+def test_no_two_micro_batches_of_a_training_draw_the_same(seeds, steps, parts):
     drawn = [Training(seed=seed).seed_of(step, part) for seed, step, part in zip(seeds, steps, parts, strict=True)]
     assert (drawn[0] == drawn[1]) == (seeds[0] == seeds[1] and steps[0] == steps[1] and parts[0] == parts[1])
     torch.Generator().manual_seed(drawn[0])  # it takes no more than 64 bits
@@ -53,8 +59,9 @@ def test_no_two_parts_of_a_training_draw_the_same(seeds, steps, parts):
 
 def test_what_was_left_open_is_decided():
     training = Training(amp="auto")
-    assert training.on(torch.device("cpu")).amp in ("none", "bf16") and training.parts is None
-    assert training.among(4).parts == 4 and replace(training, parts=8).among(4).parts == 8
+    assert training.on(torch.device("cpu")).amp in ("none", "bf16") and training.micro_batches is None
+    assert training.among(4).micro_batches == 4
+    assert replace(training, micro_batches=8).among(4).micro_batches == 8
 
 
 @given(st.integers(1, 10_000))

@@ -6,13 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from tntprune.bench.names import Backend, DType
 from tntprune.cli.console import tell
-from tntprune.cli.options import MethodOptions
-from tntprune.cli.shared_flags import MAX_BATCH, MAX_WORKERS, ImgSize, Json, MethodName, Model, Reducer, Seed, Then
-from tntprune.system.flags import Within, Written
+from tntprune.cli.flags import GROUP, MAX_WORKERS, ImgSize, Json, Model, Reduction, Seed, flag
+from tntprune.system.flags import MAX_BATCH, Whole, Within, Written
 from tntprune.system.units import unit_of
 
 if TYPE_CHECKING:
@@ -23,65 +20,30 @@ if TYPE_CHECKING:
 
 def bench(
     model: Model,
-    method: MethodName = None,
-    reducer: Reducer = None,
-    reduction: MethodOptions = MethodOptions(),
-    then: Then = (),
+    reduction: Annotated[Reduction, GROUP] = Reduction(),
     also: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(
-            metavar="TEXT...",
-            help='more methods for the same run, such as "tome r=13" "evit keep=0.7"',
-            help_behavior_hint="",
-        ),
+        flag('more methods for the same run, such as "tome r=13" "evit keep=0.7"', "TEXT..."),
     ] = (),
     rates: Annotated[
         tuple[float, ...],
-        tyro.conf.arg(
-            metavar="FLOAT...",
-            help="time what keeps a share at each of these, instead of at its own; not ToMe with its r, for example",
-            help_behavior_hint="",
-        ),
+        flag("time what keeps a share at each of these, instead of at its own; not ToMe with its r, for example"),
         Within(0, 1, above=True),
     ] = (),
-    weights: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            metavar="FILE", help="weights to load; without it random ones, which take as long", help_behavior_hint=""
-        ),
-    ] = None,
+    weights: Annotated[Path | None, flag("weights to load; without it random ones, which take as long", "FILE")] = None,
     img_size: ImgSize = None,
-    batch_sizes: Annotated[
-        tuple[int, ...], tyro.conf.arg(metavar="INT...", help="images at a time"), Within(1, MAX_BATCH)
-    ] = (1, 8),
-    dtypes: Annotated[tuple[DType, ...], tyro.conf.arg(help="of weights and images")] = ("fp32",),
-    backends: Annotated[tuple[Backend, ...], tyro.conf.arg(help="how to run")] = ("eager",),
-    device: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DEVICE...", help="cpu, cuda or mps")] = ("cpu",),
-    threads: Annotated[
-        int | None,
-        tyro.conf.arg(metavar="INT", help="that torch uses on the CPU", help_behavior_hint=""),
-        Within(1, 1024),
-    ] = None,
-    rounds: Annotated[
-        int, tyro.conf.arg(metavar="INT", help="how often each setting is timed"), Within(3, 100_000)
-    ] = 20,
-    latency_curve: Annotated[bool, tyro.conf.arg(help="also time the model at sixteen numbers of tokens")] = False,
+    batch_sizes: Annotated[tuple[int, ...], flag("images at a time"), Whole(1, MAX_BATCH)] = (1, 8),
+    dtypes: Annotated[tuple[DType, ...], flag("of weights and images")] = ("fp32",),
+    backends: Annotated[tuple[Backend, ...], flag("how to run")] = ("eager",),
+    device: Annotated[tuple[str, ...], flag("cpu, cuda or mps", "DEVICE...")] = ("cpu",),
+    threads: Annotated[int | None, flag("that torch uses on the CPU"), Whole(1, 1024)] = None,
+    rounds: Annotated[int, flag("how often each setting is timed"), Whole(3, 100_000)] = 20,
+    latency_curve: Annotated[bool, flag("also time the model at sixteen numbers of tokens")] = False,
     data: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            metavar="DIR",
-            help="photos: also measure the loader alone, and loader and model together",
-            help_behavior_hint="",
-        ),
+        Path | None, flag("photos: also measure the loader alone, and loader and model together", "DIR")
     ] = None,
-    workers: Annotated[
-        int, tyro.conf.arg(metavar="INT", help="processes that read photos"), Within(0, MAX_WORKERS)
-    ] = 1,
-    plot: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="PNG", help="a picture to write (.png, .svg, .pdf)", help_behavior_hint=""),
-        Written(),
-    ] = None,
+    workers: Annotated[int, flag("processes that read photos"), Whole(0, MAX_WORKERS)] = 1,
+    plot: Annotated[Path | None, flag("a picture to write (.png, .svg, .pdf)", "PNG"), Written()] = None,
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
@@ -109,7 +71,7 @@ def bench(
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
     if plot is not None:
-        check_output(plot, [weights, data, *files_of(reducer)])
+        check_output(plot, [weights, data, *files_of(reduction.reducer)])
     photos = all_photos(data) if data is not None else []
     check_whole("device", len(device), 1)
     for where in device:
@@ -117,8 +79,7 @@ def bench(
     benchmarks, points, flow = [], [], []
     for where in device:
         built = _model(model, weights, where, img_size)
-        configs = _configs(method, reduction, then, also, rates, default=reducer is None)
-        trained = _trained(built, method, reducer, reduction, then, rates)
+        configs, trained = _configs(reduction, also, rates), _trained(built, reduction, rates)
         benchmarks.append(
             run(built, configs, reduced=trained, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends,
                 rounds=rounds)
@@ -163,37 +124,27 @@ def _unpruned(model: nn.Module) -> str:
     return f"{whole / scale:.2f} {unit} unpruned"
 
 
-def _configs(
-    method: str | None, flags: MethodOptions, then: tuple[str, ...], also: tuple[str, ...], rates: tuple[float, ...],
-    default: bool,
-) -> list[Config]:  # fmt: skip
-    """What to time; a method with further reductions behind it is one config."""
-    from tntprune.cli.options import configs_from
+def _configs(reduction: Reduction, also: tuple[str, ...], rates: tuple[float, ...]) -> list[Config]:
+    """Return what to time; a method with further reductions behind it is one config."""
     from tntprune.methods import TNT, Combination
     from tntprune.methods.text import config_from_text
 
     found: list[Config] = []
-    if default:
-        own = configs_from(method, flags, then)
+    if reduction.reducer is None:
+        own = reduction.configs()
         found += [Combination(parts=own)] if len(own) > 1 else own
     found += map(config_from_text, also)
-    if not found and default:
+    if not found and reduction.reducer is None:
         found.append(TNT())
     varied = [[one.changed(keep=rate) for rate in rates] if rates and one.by_share else [one] for one in found]
     return [config for configs in varied for config in configs]
 
 
-def _trained(
-    model: nn.Module, method: str | None, reducer: str | None, flags: MethodOptions, then: tuple[str, ...],
-    rates: tuple[float, ...],
-) -> list[nn.Module]:  # fmt: skip
-    """The trained reduction, at each rate, each on weights that it shares with the model."""
-    from dataclasses import replace
-
+def _trained(model: nn.Module, reduction: Reduction, rates: tuple[float, ...]) -> list[nn.Module]:
+    """Return the trained reduction, at each rate, each on weights that it shares with the model."""
     from tntprune.backbones.attach import twin_of
-    from tntprune.cli.options import apply
 
-    if reducer is None:
+    if reduction.reducer is None:
         return []
-    every = [replace(flags, keep=(rate,)) for rate in rates] if rates else [flags]  # type: ignore[type-var]
-    return [apply(twin_of(model), method, reducer, one, then) for one in every]
+    every: list[dict[str, Any]] = [{"keep": (rate,)} for rate in rates] or [{}]
+    return [reduction.apply(twin_of(model), **changes) for changes in every]

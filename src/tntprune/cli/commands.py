@@ -4,36 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tntprune.cli import (
-    bench,
-    demo,
-    evaluate,
-    export,
-    info,
-    macs,
-    paper,
-    pretrain,
-    push,
-    report,
-    search,
-    show,
-    sweep,
-    train,
-)
+from tntprune.cli.bench import bench
+from tntprune.cli.counting import info, macs
+from tntprune.cli.demo import demo
+from tntprune.cli.evaluate import evaluate
+from tntprune.cli.export import export
+from tntprune.cli.paper import paper
+from tntprune.cli.push import push
+from tntprune.cli.report import report
+from tntprune.cli.search import search
+from tntprune.cli.show import show
+from tntprune.cli.sweep import sweep
+from tntprune.cli.train import pretrain, train
 
 COMMANDS: dict[str, Callable[..., int]] = {
-    "demo": demo.demo,
-    "info": info.info,
-    "macs": macs.macs,
-    "pretrain": pretrain.pretrain,
-    "train": train.train,
-    "eval": evaluate.evaluate,
-    "sweep": sweep.sweep,
-    "search": search.search,
-    "show": show.show,
-    "bench": bench.bench,
-    "paper": paper.paper,
-    "report": report.report,
-    "export": export.export,
-    "push": push.push,
-}
+    "demo": demo, "info": info, "macs": macs, "pretrain": pretrain, "train": train, "eval": evaluate, "sweep": sweep,
+    "search": search, "show": show, "bench": bench, "paper": paper, "report": report, "export": export, "push": push,
+}  # fmt: skip

@@ -7,13 +7,10 @@ import json as json_format
 import os
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tntprune.errors import UserError
 from tntprune.system.messages import printable
-
-if TYPE_CHECKING:
-    pass
 
 
 def tell(json: bool, data: dict[str, Any], text: str) -> None:
@@ -22,9 +19,9 @@ def tell(json: bool, data: dict[str, Any], text: str) -> None:
     Raises:
         UserError: standard output cannot be written.
     """
+    lines = json_format.dumps(data, default=str) if json else "\n".join(map(printable, text.split("\n")))
     try:
-        lines = text.split("\n")
-        print(json_format.dumps(data, default=str) if json else "\n".join(map(printable, lines)), flush=True)
+        print(lines, flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:

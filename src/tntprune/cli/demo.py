@@ -5,21 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from tntprune.cli.console import tell
-from tntprune.cli.shared_flags import Json, Seed
+from tntprune.cli.flags import Json, Seed, flag
 from tntprune.system.flags import Written
 
 
 def demo(
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR"), Written()] = Path("demo"), seed: Seed = 0, json: Json = False
+    out: Annotated[Path, flag("where report.html goes", "DIR"), Written()] = Path("demo"),
+    seed: Seed = 0,
+    json: Json = False,
 ) -> int:
-    """The whole job on an embedded default, without a download: train, drop, measure, and a report.
-
-    Args:
-        out: Where report.html goes.
-    """
+    """The whole job on an embedded default, without a download: train, drop, measure, and a report."""
     from dataclasses import asdict
 
     from tntprune.demo.demo import demo as run

@@ -5,29 +5,21 @@ from __future__ import annotations
 import copy
 from typing import Annotated
 
-import tyro
-
 from tntprune.cli.console import tell
-from tntprune.cli.options import MethodOptions, apply
-from tntprune.cli.shared_flags import (
+from tntprune.cli.flags import (
+    GROUP,
     BatchSize,
-    Device,
-    ImgSize,
+    Host,
     Json,
     Limit,
-    MethodName,
     Model,
     OnBadImage,
-    Reducer,
-    Root,
-    Samples,
+    Reduction,
     Seed,
-    Split,
-    Then,
-    Weights,
+    Sources,
     Workers,
-    load,
-)
+    flag,
+)  # fmt: skip
 from tntprune.system.messages import warn
 from tntprune.system.units import unit_of
 
@@ -36,29 +28,20 @@ def evaluate(
     model: Model,
     data: Annotated[
         str,
-        tyro.conf.arg(
-            metavar="DIR",
-            help="photos in class folders (WordNet ids for ImageNet), or without labels in DIR itself; or hfds/NAME, "
+        flag(
+            "photos in class folders (WordNet ids for ImageNet), or without labels in DIR itself; or hfds/NAME, "
             "hfids/NAME, wds/DIR, torch/NAME",
+            "DIR",
         ),
     ],
-    reducer: Reducer = None,
-    method: MethodName = None,
-    reduction: MethodOptions = MethodOptions(),
-    then: Then = (),
-    weights: Weights = None,
-    img_size: ImgSize = None,
-    device: Device = "cpu",
-    split: Split = None,
-    root: Root = None,
-    samples: Samples = None,
+    reduction: Annotated[Reduction, GROUP] = Reduction(),
+    host: Annotated[Host, GROUP] = Host(),
+    sources: Annotated[Sources, GROUP] = Sources(),
     batch_size: BatchSize = 32,
     workers: Workers = None,
     limit: Limit = None,
     on_bad_image: OnBadImage = "error",
-    compare: Annotated[
-        bool, tyro.conf.arg(help="also give the unpruned model's figures, batch by batch in turns")
-    ] = False,
+    compare: Annotated[bool, flag("also give the unpruned model's figures, batch by batch in turns")] = False,
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
@@ -75,13 +58,13 @@ def evaluate(
     from tntprune.system.distributed import join
 
     torch.manual_seed(seed)
-    world = join(device)
-    loaded = load(model, weights, world.device(device), img_size)
-    before = copy.deepcopy(loaded) if reducer is not None else None  # where the model was trained too, it changes
-    built = apply(loaded, method, reducer, reduction, then)
+    world = join(host.device)
+    loaded = host.load(model, world.device(host.device))
+    before = copy.deepcopy(loaded) if reduction.reducer is not None else None  # it changes where it was trained too
+    built = reduction.apply(loaded)
     found = run(
-        built, data, split=split, root=root, samples=samples, limit=limit, batch_size=batch_size, workers=workers,
-        on_bad_image=on_bad_image, compare=compare, base=before, world=world,
+        built, data, limit=limit, batch_size=batch_size, workers=workers, on_bad_image=on_bad_image, compare=compare,
+        base=before, world=world, **vars(sources),
     )  # fmt: skip
     if not world.main:
         return 3 if found.skipped else 0

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
 from tntprune.cli.console import tell
-from tntprune.cli.options import MethodOptions, apply
-from tntprune.cli.shared_flags import MAX_BATCH, ImgSize, Json, MethodName, Model, Reducer, Then, Weights, load
+from tntprune.cli.flags import GROUP, Host, ImgSize, Json, Model, Reduction, Weights, flag
 from tntprune.errors import UsageError, UserError
-from tntprune.system.flags import Within, Written
+from tntprune.system.flags import MAX_BATCH, Whole, Written
 from tntprune.system.units import unit_of
 
 if TYPE_CHECKING:
@@ -20,36 +17,22 @@ if TYPE_CHECKING:
 
 def export(
     model: Model,
-    out: Annotated[
-        Path, tyro.conf.arg(metavar="FILE", help="what to write: .onnx, .xml (OpenVINO) or .pt2"), Written()
-    ],
-    to: Annotated[Literal["onnx", "openvino", "pt2"], tyro.conf.arg(help="the format")] = "onnx",
-    reducer: Reducer = None,
-    method: MethodName = None,
-    reduction: MethodOptions = MethodOptions(),
-    then: Then = (),
+    out: Annotated[Path, flag("what to write: .onnx, .xml (OpenVINO) or .pt2", "FILE"), Written()],
+    to: Annotated[Literal["onnx", "openvino", "pt2"], flag("the format")] = "onnx",
+    reduction: Annotated[Reduction, GROUP] = Reduction(),
     weights: Weights = None,
     img_size: ImgSize = None,
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16", "int8"],
-        tyro.conf.arg(help="what it computes in; int8 is for openvino and needs --data; bf16 is not for onnx"),
+        flag("what it computes in; int8 is for openvino and needs --data; bf16 is not for onnx"),
     ] = "fp32",
-    batch_size: Annotated[int, tyro.conf.arg(metavar="INT", help="images at a time"), Within(1, MAX_BATCH)] = 1,
-    dynamic_batch: Annotated[bool, tyro.conf.arg(help="any number of images at a time")] = False,
-    indices: Annotated[bool, tyro.conf.arg(help="a second output: the places of the tokens left at the end")] = False,
-    data: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            metavar="DIR", help="photos to calibrate int8 on, and others to check with", help_behavior_hint=""
-        ),
-    ] = None,
-    calibration_size: Annotated[
-        int, tyro.conf.arg(metavar="INT", help="photos that int8 is measured on"), Within(1, 1_000_000)
-    ] = 128,
-    check: Annotated[bool, tyro.conf.arg(help="load the file anew and compare it with the model")] = False,
-    check_size: Annotated[
-        int, tyro.conf.arg(metavar="INT", help="images that --check compares on"), Within(1, 1_000_000)
-    ] = 64,
+    batch_size: Annotated[int, flag("images at a time"), Whole(1, MAX_BATCH)] = 1,
+    dynamic_batch: Annotated[bool, flag("any number of images at a time")] = False,
+    indices: Annotated[bool, flag("a second output: the places of the tokens left at the end")] = False,
+    data: Annotated[Path | None, flag("photos to calibrate int8 on, and others to check with", "DIR")] = None,
+    calibration_size: Annotated[int, flag("photos that int8 is measured on"), Whole(1, 1_000_000)] = 128,
+    check: Annotated[bool, flag("load the file anew and compare it with the model")] = False,
+    check_size: Annotated[int, flag("images that --check compares on"), Whole(1, 1_000_000)] = 64,
     json: Json = False,
 ) -> int:
     """Write a model, reduced or not, for another runtime, and beside it FILE.json: all one needs to run it."""
@@ -64,8 +47,8 @@ def export(
     if dtype == "int8" and data is None:
         raise UsageError("--dtype int8 needs photos to measure ranges on; expected --data DIR")
     for file in files(out, to):
-        check_output(file, [weights, data, *files_of(reducer)])
-    built = apply(load(model, weights, "cpu", img_size), method, reducer, reduction, then)
+        check_output(file, [weights, data, *files_of(reduction.reducer)])
+    built = reduction.apply(Host(weights=weights, img_size=img_size).load(model))
     checked: list[Photo] = []
     used: list[Photo] = []
     if data is not None:
@@ -74,7 +57,7 @@ def export(
     written = write(
         built, out, to, dtype, dynamic_batch=dynamic_batch, indices=indices, batch_size=batch_size,
         calibration=read_photos(built, used) if used else None, calibration_size=calibration_size,
-        note={"model": model, "weights": weights and weights.name, "reducer": reducer and _named(reducer)},
+        note={"model": model, "weights": weights and weights.name, "reducer": _named(reduction.reducer)},
     )  # fmt: skip
     size = sum(file.stat().st_size for file in written.files)
     told: dict[str, Any] = {"files": [str(file) for file in written.files], "bytes": size, **written.about}
@@ -104,6 +87,6 @@ def export(
     return 0
 
 
-def _named(reducer: str) -> str:
-    """A Hub id as it is, and of a folder its name: the JSON goes where the file goes, the paths of this machine not."""
-    return Path(reducer).resolve().name if Path(reducer).exists() else reducer
+def _named(reducer: str | None) -> str | None:
+    """Return a Hub id as it is, and the name of a folder: the JSON goes with the file, this machine's paths do not."""
+    return Path(reducer).resolve().name if reducer and Path(reducer).exists() else reducer

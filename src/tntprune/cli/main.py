@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import io
 import json
 import os
@@ -12,9 +11,8 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import is_dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import dropwhile, pairwise, takewhile
 from typing import Any
 
 import tyro
@@ -22,11 +20,12 @@ import tyro
 from tntprune import __version__
 from tntprune.cli import console
 from tntprune.errors import INTERRUPTED, UsageError, UserError, UserNote
-from tntprune.system.flags import check_flags
+from tntprune.system.flags import check_flags, hints_of
 from tntprune.system.memory import lack_of_memory
 from tntprune.system.messages import one_line, warn
 
 PARSING = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+SMALLER = ("batch_size", "batch_sizes", "micro_batches", "together", "workers", "img_size")  # what takes memory
 RESUMED = (["sweep"], ["paper"])  # commands that go on where they stopped
 ABOUT = """Faster vision transformers: drop the tokens they do not need.
 
@@ -74,7 +73,7 @@ def _failed(given: Sequence[str], message: str, code: int = 1) -> int:
 
 @contextlib.contextmanager
 def _noted() -> Iterator[None]:
-    """Notes to the user as one line each, like errors."""
+    """Print notes to the user as one line each, like errors."""
     with warnings.catch_warnings():
         others = warnings.showwarning
 
@@ -98,7 +97,7 @@ def _run(given: list[str]) -> int:
             return 0
         return _parse(given)()
     except (MemoryError, RuntimeError) as error:
-        line = lack_of_memory(error, _smaller(given))
+        line = lack_of_memory(error, _smaller(given[0]))
         if line is None:
             raise
         raise UserError(line) from None
@@ -106,38 +105,35 @@ def _run(given: list[str]) -> int:
         sys.stdout.flush()  # or a reader that has gone would be noticed where nobody can catch it
 
 
-SMALLER = ("batch_size", "batch_sizes", "parts", "together", "workers", "img_size")  # what takes memory
-
-
-def _smaller(given: Sequence[str]) -> list[str]:
+def _smaller(name: str) -> list[str]:
     """Return the flags of a command that decide how much memory it takes."""
     from tntprune.cli.commands import COMMANDS
 
-    command = COMMANDS.get(next((word for word in given if word in COMMANDS), ""))
-    parameters = {} if command is None else inspect.signature(command).parameters
-    inner = (vars(parameter.default) for parameter in parameters.values() if is_dataclass(parameter.default))
-    names = {*parameters, *(name for fields in inner for name in fields)}
+    names = hints_of(COMMANDS[name]) if name in COMMANDS else {}
     return [f"--{name.replace('_', '-')}" for name in SMALLER if name in names]
 
 
 def _parse(given: list[str]) -> Callable[[], int]:
+    """Read a command line; what is returned runs the command."""
     from tntprune.cli.commands import COMMANDS  # and with them torch
+    from tntprune.cli.values import VALUES
 
-    errors = io.StringIO()
+    name, errors = given[0], io.StringIO()
+    if name not in COMMANDS and not name.startswith("-"):
+        raise UsageError(f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}; see tntprune --help")
+    prog = f"tntprune {name}" if name in COMMANDS else "tntprune"
     try:
         with contextlib.redirect_stderr(errors), _readable_width():
-            chosen: Any = tyro.extras.subcommand_cli_from_dict(
+            if name in COMMANDS:
+                return tyro.cli(_later(COMMANDS[name]), prog=prog, args=given[1:], config=PARSING, registry=VALUES)
+            return tyro.extras.subcommand_cli_from_dict(  # type: ignore[no-any-return]
                 {name: _later(command) for name, command in COMMANDS.items()},
-                prog="tntprune",
-                description=ABOUT,
-                args=given,
-                config=PARSING,
-            )
+                prog=prog, description=ABOUT, args=given, config=PARSING, registry=VALUES,
+            )  # fmt: skip
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        raise UsageError(_one_line(errors.getvalue(), given, COMMANDS)) from None
-    return chosen  # type: ignore[no-any-return]
+        raise UsageError(f"{_one_line(errors.getvalue())}; see {prog} --help") from None
 
 
 @contextlib.contextmanager
@@ -159,39 +155,15 @@ def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
 
     @functools.wraps(command)
     def parsed(**options: Any) -> Callable[[], int]:
-        return functools.partial(_checked, command, options)
+        check_flags(command, options)
+        return functools.partial(command, **options)
 
     return parsed
 
 
-def _checked(command: Callable[..., int], options: dict[str, Any]) -> int:
-    check_flags(command, options)
-    return command(**options)
-
-
-def _one_line(box: str, given: list[str], commands: Iterable[str]) -> str:
-    """What the parser's box says, up to its first rule, and where to read more."""
-    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()]
-    lines = [line for line in lines if line and not re.match(r"^─ .* ─+$", line)]
-    if len(lines) > 1 and re.match(r"^-{5,}$", lines[1]):  # drawn in ASCII: a title above a rule
-        lines = lines[2:]
-    told = []
-    for line in lines:
-        if line.startswith(("───", "-----")):
-            break
-        told.append(line)
-    told = [_union(" ".join(" ".join(told).split()))]
-    command = next((word for word in given if word in commands), None)
-    see = f"tntprune {command} --help" if command else "tntprune --help"
-    return f"{told[0] or 'wrong usage'}; see {see}"
-
-
-def _union(told: str) -> str:
-    """The parser's words on a value that is none of several types, in ours; all else as it is."""
-    found = re.match(r"Error parsing (--\S+): no type matching (\S.*) could be instantiated from \[(.*?)\]\.", told)
-    if found is None:
-        return told
-    flag, types, value = found.groups()
-    kinds = [kind for kind in re.findall(r"\{([^{}]*)\}", types) if kind != "None"]
-    kinds = [re.sub(r"\[(\w+) \[\1 \.\.\.\]\]", r"\1...", kind) for kind in kinds]
-    return f"{flag} {value.strip(chr(39))}: expected {' or '.join(kinds)}"
+def _one_line(box: str) -> str:
+    """Return what the parser's box says above its first rule, without its title."""
+    lines = filter(None, (line.strip("│╭╮╰╯ ") for line in box.splitlines()))
+    is_rule = re.compile("[─-]{5}").match
+    told = " ".join(takewhile(lambda line: not is_rule(line), dropwhile(is_rule, list(lines)[1:])))
+    return re.sub(r"^Error parsing (\S+):", r"\1", told) or "wrong usage"

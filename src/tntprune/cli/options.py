@@ -1,124 +1,88 @@
-"""The options of every method as flags of the command line, made from the configs themselves."""
+"""The options of every method, and of a training, as flags that are made from the configs themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import field, make_dataclass
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import fields, make_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Union, get_type_hints
 
 import tyro
 
-from tntprune.errors import UsageError, UserError
-from tntprune.methods import Config, all_methods, check_options, find_method, options
-from tntprune.methods.text import config_from_text
+from tntprune.data.augment import Augmentation
+from tntprune.methods import all_methods, options
+from tntprune.system.flags import Whole, Within, hints_of
+from tntprune.training.config import Training
+from tntprune.training.recipes import Recipe, scratch
 
-if TYPE_CHECKING:
-    from torch import nn
+SHARE, FACTOR = Within(0, 1), Within(0, 100)
+IMAGES: dict[str, tuple[Any, ...]] = {  # options of the augmentation
+    "crop": ("smallest share of the area in random crops", Within(0, 1, above=True)),
+    "hflip": ("probability of mirror images", SHARE),
+    "auto_augment": ("timm's RandAugment and the like, or none; such as rand-m9-mstd0.5-inc1",),
+    "color_jitter": ("of brightness, contrast, saturation", FACTOR),
+    "random_erasing": ("probability of an erased rectangle", SHARE),
+    "mixup": ("blend two photos; the authors' is 0.8", FACTOR),
+    "cutmix": ("paste one photo into another; the authors' is 1", FACTOR),
+    "repeats": ("times a photo comes in an epoch; the authors' is 3", Whole(1, 1000)),
+}
+TUNED = ("backbone_lr", "freeze_epochs", "unfreeze", "rank", "distill")  # of a model that has its weights
 
 
-def _flag(hint: Any) -> Any:
-    """A field's type as the command line takes it: sequences and single values become tuples."""
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    many = [part for part in parts if get_origin(part) is Sequence]
-    if many:
-        return tuple[get_args(many[0])[0], ...]  # type: ignore[misc]
-    return Union[tuple(part for part in parts if part is not NoneType)]  # noqa: UP007 - made at run time
+class _Flag(NamedTuple):
+    """A flag that need not be given."""
+
+    name: str
+    kind: Any
+    help: str
+    marks: Iterable[Within] = ()
 
 
-def _metavar(hint: Any) -> str:
-    if get_origin(hint) is tuple:
-        return f"{get_args(hint)[0].__name__.upper()}..."
-    parts = get_args(hint) if get_origin(hint) is Union else (hint,)
-    words = [  # of one option that several methods have, each word once
-        "|".join(map(str, get_args(part))) if get_origin(part) is Literal else part.__name__.upper() for part in parts
+def _flags(about: str, found: Iterable[_Flag]) -> Any:
+    made = [
+        (one.name, Annotated[(one.kind | None, tyro.conf.arg(help=one.help, help_behavior_hint=""), *one.marks)], None)
+        for one in found
     ]
-    return "|".join(dict.fromkeys("|".join(words).split("|")))
+    return make_dataclass("Flags", made, frozen=True, namespace={"__doc__": about})
 
 
-def _fields() -> list[tuple[str, Any, Any]]:
-    found: dict[str, tuple[str, Any, Any]] = {}
+def _of_methods() -> Iterator[_Flag]:
+    """Yield each option of the methods, with all that the methods which have it take."""
     known = all_methods()
-    for config in known.values():
-        for name, entry in options(config).items():
-            if name in found:
-                continue
-            users = [m for m, c in known.items() if name in options(c)]
-            hint = _flag(Union[tuple(get_type_hints(known[m])[name] for m in users)])  # noqa: UP007 - made at run time
-            only = "" if len(users) == len(known) else f" [{', '.join(sorted(users))}]"
-            about = tyro.conf.arg(help=entry.metadata["help"] + only, metavar=_metavar(hint), help_behavior_hint="")
-            found[name] = (name, Annotated[hint | None, about], field(default=None))
-    return list(found.values())
+    for name in dict.fromkeys(name for kind in known.values() for name in options(kind)):
+        users = {method: options(kind)[name] for method, kind in known.items() if name in options(kind)}
+        kind: Any = Union[tuple(get_type_hints(known[method])[name] for method in users)]  # noqa: UP007 - made at run time
+        only = "" if len(users) == len(known) else f" [{', '.join(sorted(users))}]"
+        yield _Flag(name, kind, next(iter(users.values())).metadata["help"] + only)
+
+
+def _of_training(recipe: Recipe | None = None, without: Collection[str] = ()) -> Iterator[_Flag]:
+    """Yield the options of a training and of its images, with their defaults or those of a recipe."""
+    configs: tuple[Any, ...] = (recipe.training, recipe.augmentation) if recipe else (Training(), Augmentation())
+    for config in configs:
+        for entry in fields(config):
+            (kind, marks), default = hints_of(config.__class__)[entry.name], getattr(config, entry.name)
+            about, *more = IMAGES.get(entry.name) or (entry.metadata.get("help", ""),)
+            told = f" ({default:g})" if isinstance(default, float) else f" ({default or 'none'})"
+            if default != entry.default:
+                about = re.split(r";| \(", about)[0] + told
+            elif not about.endswith(")"):
+                about += told
+            if entry.name not in (*without, "seed"):
+                yield _Flag(entry.name, kind, about, (*marks, *more))
 
 
 if TYPE_CHECKING:
 
     class MethodOptions:
-        """Options of the methods; what is not given takes the method's default."""
+        """Flags that are made at run time."""
+
+    class TrainingFlags(MethodOptions):  # noqa: D101
+        pass
+
+    class ScratchFlags(MethodOptions):  # noqa: D101
+        pass
 else:
-    MethodOptions = make_dataclass("MethodOptions", _fields(), frozen=True)
-    MethodOptions.__doc__ = "Options of the methods; what is not given takes the method's default."
-
-
-def given(flags: MethodOptions) -> dict[str, Any]:
-    """The options that were given.
-
-    Raises:
-        UsageError: one that takes values was given none.
-    """
-    found = {name: value for name, value in vars(flags).items() if value is not None}
-    if empty := [name for name, value in found.items() if value == ()]:
-        raise UsageError(f"{empty[0]}: no value given; expected one or more")
-    return found
-
-
-def config_from(method: str, flags: MethodOptions) -> Config:
-    """A config from its method's name and the flags.
-
-    Raises:
-        UsageError: there is no such method, it lacks an option that was given, or a value is out of range.
-    """
-    kind, chosen = find_method(method), given(flags)
-    check_options(kind, chosen)
-    return kind(**chosen)
-
-
-def configs_from(method: str | None, flags: MethodOptions, then: Sequence[str]) -> list[Config]:
-    """The configs of a method that needs no saved reduction, and of those that come after it; none without a method.
-
-    Raises:
-        UsageError: options or further reductions without a method, or a value is out of range.
-    """
-    if method is None:
-        if given(flags) or then:
-            name = next(iter(given(flags)), "then").replace("_", "-")
-            raise UsageError(f"--{name} was given without --method; expected --method tnt, for example")
-        return []
-    return [config_from(method, flags), *map(config_from_text, then)]
-
-
-def apply(
-    model: nn.Module, method: str | None, reducer: str | None, flags: MethodOptions, then: Sequence[str] = ()
-) -> nn.Module:
-    """Put on a model what the flags say: a saved reduction, those that need no training, or none.
-
-    Raises:
-        UsageError: options without a method, or a method that is not the saved one.
-        UserError: the method has to be trained first, or the reduction does not fit.
-    """
-    from tntprune.reduce import reduce_
-    from tntprune.serialization.checkpoint import load_, read
-
-    if reducer is not None:
-        saved = read(reducer, model).config.method
-        if method not in (None, saved):
-            raise UsageError(f"--method {method}, but {reducer} holds {saved}; expected --method {saved}, or none")
-        return load_(model, reducer, *map(config_from_text, then), **given(flags))
-    if method is None and (given(flags) or then):
-        name = next(iter(given(flags)), "then").replace("_", "-")
-        raise UsageError(f"--{name} was given without --method or --reducer; expected one of them")
-    configs = configs_from(method, flags, then)
-    for config in configs:
-        if config.must_train:
-            raise UserError(f"{config.method} has to be trained first; expected --reducer RUN, made by tntprune train")
-    return reduce_(model, *configs) if configs else model
+    MethodOptions = _flags("Options of the methods; what is not given takes the method's default.", _of_methods())
+    TrainingFlags = _flags("Options of the training.", _of_training())
+    ScratchFlags = _flags("Options of the training.", _of_training(scratch(), TUNED))

@@ -5,89 +5,51 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from tntprune.cli.console import tell
-from tntprune.cli.shared_flags import BatchSize, Device, Json, OnBadImage, Seed, Workers
-from tntprune.system.flags import MANY, MAX_PARTS, Within, Written
+from tntprune.cli.flags import BatchSize, Device, Json, OnBadImage, Seed, Workers, flag
+from tntprune.errors import UsageError
+from tntprune.system.flags import MANY, MAX_MICRO_BATCHES, Whole, Written
 
 
 def paper(
-    data: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="DIR", help="photos to evaluate, in class folders", help_behavior_hint=""),
-    ] = None,
-    train_data: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="DIR", help="photos to train on, in class folders", help_behavior_hint=""),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="DIR", help="where results, trainings and pages go", help_behavior_hint=""),
-        Written(),
-    ] = None,
+    data: Annotated[Path | None, flag("photos to evaluate, in class folders", "DIR")] = None,
+    train_data: Annotated[Path | None, flag("photos to train on, in class folders", "DIR")] = None,
+    out: Annotated[Path | None, flag("where results, trainings and pages go", "DIR"), Written()] = None,
     backbones: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(
-            metavar="MODEL...",
-            help="the paper's four, or any other model, for which the whole plan is made",
-            help_behavior_hint="",
-        ),
+        flag("the paper's four, or any other model, for which the whole plan is made", "MODEL..."),
     ] = (),
     only: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(
-            metavar="NAME...",
-            help="parts (single, multi, ablation, maps) and methods (random, topk, zerotprune, dynamicvit, tome, evit, "
+        flag(
+            "parts (single, multi, ablation, maps) and methods (random, topk, zerotprune, dynamicvit, tome, evit, "
             "tnt, tnt-mlp, tnt-relative)",
-            help_behavior_hint="",
+            "NAME...",
         ),
     ] = (),
     weights: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(
-            metavar="FILE...",
-            help="weights of the one model that is run, or MODEL=FILE for each; without them timm asks the Hub",
-            help_behavior_hint="",
-        ),
+        flag("weights of the one model that is run, or MODEL=FILE for each; without them timm asks the Hub", "FILE..."),
     ] = (),
     recipe: Annotated[
         Literal["published", "short"],
-        tyro.conf.arg(help="train as each method's paper says, or for minutes on a thousand photos"),
+        flag("train as each method's paper says, or for minutes on a thousand photos"),
     ] = "published",
-    trainings: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="DIR", help="trainings that are there already (OUT/trainings)", help_behavior_hint=""),
-    ] = None,
-    photos: Annotated[
-        tuple[Path, ...],
-        tyro.conf.arg(metavar="FILE...", help="photos for the token maps (four of --data)", help_behavior_hint=""),
-    ] = (),
+    trainings: Annotated[Path | None, flag("trainings that are there already (OUT/trainings)", "DIR")] = None,
+    photos: Annotated[tuple[Path, ...], flag("photos for the token maps (four of --data)", "FILE...")] = (),
     limit: Annotated[
-        int | None,
-        tyro.conf.arg(
-            metavar="INT", help="photos to evaluate, chosen at random and always the same", help_behavior_hint=""
-        ),
-        Within(1, MANY),
+        int | None, flag("photos to evaluate, chosen at random and always the same"), Whole(1, MANY)
     ] = None,
-    dry_run: Annotated[bool, tyro.conf.arg(help="print the plan, its MACs and an estimate of the time")] = False,
-    speed: Annotated[bool, tyro.conf.arg(help="leave out images/s and memory", help_behavior_hint="")] = True,
-    precision: Annotated[
-        Literal["fp32", "bf16", "fp16"], tyro.conf.arg(help="of the forward pass; the head stays in fp32")
-    ] = "fp32",
+    dry_run: Annotated[bool, flag("print the plan, its MACs and an estimate of the time")] = False,
+    speed: Annotated[bool, flag("leave out images/s and memory")] = True,
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], flag("of the forward pass; the head stays in fp32")] = "fp32",
     batch_size: BatchSize = 32,
-    together: Annotated[
-        int, tyro.conf.arg(metavar="INT", help="settings for which photos are read once"), Within(1, 10_000)
-    ] = 8,
+    together: Annotated[int, flag("settings for which photos are read once"), Whole(1, 10_000)] = 8,
     on_bad_image: OnBadImage = "error",
-    parts: Annotated[
+    micro_batches: Annotated[
         int | None,
-        tyro.conf.arg(
-            metavar="INT",
-            help="that the batches of trainings are worked through in: more need less memory (one a process)",
-            help_behavior_hint="",
-        ),
-        Within(1, MAX_PARTS),
+        flag("that the batches of trainings are worked through in: more need less memory (one a process)"),
+        Whole(1, MAX_MICRO_BATCHES),
     ] = None,
     device: Device = "cpu",
     workers: Workers = None,
@@ -102,7 +64,6 @@ def paper(
     import shlex
     import sys
 
-    from tntprune.errors import UsageError
     from tntprune.paper.agenda import make_plan
     from tntprune.paper.names import BACKBONES
 
@@ -122,7 +83,8 @@ def paper(
     world = join(device)
     options = Options(
         data, train_data, out, recipe, trainings, weights_of(weights, plan.models), photos, limit, speed, precision,
-        batch_size, together, on_bad_image, device, workers, seed, parts, shlex.join(["tntprune", *sys.argv[1:]]),
+        batch_size, together, on_bad_image, device, workers, seed, micro_batches,
+        shlex.join(["tntprune", *sys.argv[1:]]),
     )  # fmt: skip
     measured = run(plan, options, world)
     if world.main:
@@ -133,13 +95,11 @@ def paper(
 
 
 def weights_of(given: tuple[str, ...], models: list[str]) -> dict[str, Path]:
-    """Files of weights by model.
+    """Return files of weights by model.
 
     Raises:
         UsageError: it does not say which model a file is of, or a model is not run.
     """
-    from tntprune.errors import UsageError
-
     found = {}
     for text in given:
         model, equals, file = text.partition("=")

@@ -6,45 +6,27 @@ import copy
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from tntprune.cli.console import tell
-from tntprune.cli.options import MethodOptions, apply
-from tntprune.cli.shared_flags import Device, ImgSize, Json, Model, Weights, load
+from tntprune.cli.flags import GROUP, Host, Json, Model, Reduction, flag
+from tntprune.cli.options import MethodOptions
 from tntprune.errors import UsageError
 from tntprune.system.flags import Written
 
 
 def push(
     model: Model,
-    reducer: Annotated[str, tyro.conf.arg(metavar="RUN", help="a folder made by train, a Hub id, or pretrained")],
-    to: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="USER/REPO", help="where to, or user/repo@branch", help_behavior_hint=""),
-        Written(),
-    ] = None,
+    reducer: Annotated[str, flag("a folder made by train, a Hub id, or pretrained", "RUN")],
+    to: Annotated[str | None, flag("where to, or user/repo@branch", "USER/REPO"), Written()] = None,
     data: Annotated[
         Path | None,
-        tyro.conf.arg(
-            metavar="DIR",
-            help="labelled photos to measure on, for the card; else it says that nothing was measured",
-            help_behavior_hint="",
-        ),
+        flag("labelled photos to measure on, for the card; else it says that nothing was measured", "DIR"),
     ] = None,
     reduction: MethodOptions = MethodOptions(),
-    weights: Weights = None,
-    img_size: ImgSize = None,
-    device: Device = "cpu",
-    private: Annotated[bool, tyro.conf.arg(help="a new repository is hidden from others")] = False,
-    message: Annotated[
-        str | None, tyro.conf.arg(metavar="TEXT", help="of the commit", help_behavior_hint=""), Written()
-    ] = None,
-    license: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="ID", help="such as apache-2.0 (the model's)", help_behavior_hint=""),
-        Written(),
-    ] = None,
-    card_only: Annotated[bool, tyro.conf.arg(help="write the card into RUN, and push nothing")] = False,
+    host: Annotated[Host, GROUP] = Host(),
+    private: Annotated[bool, flag("a new repository is hidden from others")] = False,
+    message: Annotated[str | None, flag("of the commit", "TEXT"), Written()] = None,
+    license: Annotated[str | None, flag("such as apache-2.0 (the model's)", "ID"), Written()] = None,
+    card_only: Annotated[bool, flag("write the card into RUN, and push nothing")] = False,
     json: Json = False,
 ) -> int:
     """Put a reduction and a card that describes it on the Hugging Face Hub; log in with `hf auth login` before.
@@ -65,10 +47,10 @@ def push(
     if to is not None:
         split(to)
     if card_only:
-        check_output(Path(reducer) / CARD, [weights, data])
-    loaded = load(model, weights, device, img_size)
+        check_output(Path(reducer) / CARD, [host.weights, data])
+    loaded = host.load(model)
     before = copy.deepcopy(loaded) if data is not None else None  # where the model was trained too, it changes
-    built = apply(loaded, None, reducer, reduction)
+    built = Reduction(reducer=reducer, options=reduction).apply(loaded)
     note, tuned = history(built, reducer)
     curve = None if data is None else measure_curve(built, data, base=before)
     told: dict[str, Any] = {"curve": curve_values(curve)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from tntprune.cli.console import tell
-from tntprune.cli.shared_flags import Device, Json, Weights, load
+from tntprune.cli.flags import Device, Host, Json, Weights, flag
 from tntprune.errors import UsageError, UserError
 from tntprune.system.flags import Written
 
@@ -21,17 +21,32 @@ LARGEST = 100_000_000  # bytes of a picture of token maps
 
 
 def report(
-    results: tyro.conf.Positional[tuple[Path, ...]],
-    out: Annotated[Path, tyro.conf.arg(metavar="HTML"), Written()] = Path("report.html"),
-    figures: Annotated[
-        Path | None, tyro.conf.arg(metavar="DIR", help="write each figure here too", help_behavior_hint=""), Written()
-    ] = None,
-    title: Annotated[str, tyro.conf.arg(metavar="TEXT"), Written()] = "Token pruning: results",
-    maps: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PNG...", help_behavior_hint="")] = (),
-    photos: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PHOTO...", help_behavior_hint="")] = (),
-    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = None,
+    results: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        flag("files that `tntprune sweep` wrote, with the unpruned model of each backbone among their rows", "FILE..."),
+    ],
+    out: Annotated[Path, flag("the page to write", "HTML"), Written()] = Path("report.html"),
+    figures: Annotated[Path | None, flag("write every figure as PNG and SVG to this folder too", "DIR"), Written()] = (
+        None
+    ),
+    title: Annotated[str, flag("of the page", "TEXT"), Written()] = "Token pruning: results",
+    maps: Annotated[
+        tuple[Path, ...],
+        flag("pictures of token maps to show, made by `tntprune show`; a file's name is its caption", "PNG..."),
+    ] = (),
+    photos: Annotated[
+        tuple[Path, ...],
+        flag(
+            "photos to make token maps of, with --model and --reducer: half the tokens dropped after each of the "
+            "blocks 1 to 5 that it was trained for, each on its own, as in the paper's figure",
+            "PHOTO...",
+        ),
+    ] = (),
+    model: Annotated[str | None, flag("of the token maps", "MODEL")] = None,
     weights: Weights = None,
-    reducer: Annotated[str | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="")] = None,
+    reducer: Annotated[
+        str | None, flag("of the token maps: a folder made by train, a Hub id, or pretrained", "RUN")
+    ] = None,
     device: Device = "cpu",
     json: Json = False,
 ) -> int:
@@ -39,17 +54,6 @@ def report(
 
     Rows of several files are put together. Those that cannot be compared, because images, precision or batch size
     differ, are shown apart.
-
-    Args:
-        results: Files that `tntprune sweep` wrote, with the unpruned model of each backbone among their rows.
-        out: The page to write.
-        figures: Write every figure as PNG and SVG to this folder too.
-        title: Of the page.
-        maps: Pictures of token maps to show, made by `tntprune show`; a file's name is its caption.
-        photos: Photos to make token maps of, with --model and --reducer: half the tokens dropped after each of the
-            blocks 1 to 5 that it was trained for, each on its own, as in the paper's figure.
-        model: Of the token maps.
-        reducer: Of the token maps: a folder made by train, a Hub id, or pretrained.
     """
     from tntprune.report.build import build
     from tntprune.report.build import figures as all_figures
@@ -75,7 +79,7 @@ def report(
         check_output(file, [*results, *maps, *photos, weights, *files_of(reducer)])
     drawn = [(path.stem.replace("_", " ").replace("-", " "), _bytes(path)) for path in maps]
     if model and reducer:
-        drawn.append(_maps(model, weights, reducer, photos, device))
+        drawn.append(_maps(model, Host(weights=weights, device=device), reducer, photos))
     lead = f"{len(rows)} settings from {', '.join(path.name for path in results)}."
     made = build(rows, title, lead, drawn)
     written = []
@@ -116,16 +120,16 @@ def _bytes(path: Path) -> bytes:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a picture") from None
 
 
-def _maps(model: str, weights: Path | None, reducer: str, photos: tuple[Path, ...], device: str) -> tuple[str, bytes]:
-    """The paper's figure of token maps: its caption and a PNG."""
+def _maps(model: str, host: Host, reducer: str, photos: tuple[Path, ...]) -> tuple[str, bytes]:
+    """Draw the paper's figure of token maps: its caption and a PNG."""
     from tntprune.methods.learned import blocks_of
     from tntprune.report.draw import photo_maps, row_titles, sheet
     from tntprune.serialization.checkpoint import load_, read
 
-    host = load(model, weights, device)
-    learned = blocks_of(read(reducer, host).learned)
+    loaded = host.load(model)
+    learned = blocks_of(read(reducer, loaded).learned)
     blocks = tuple(block for block in BLOCKS if block in learned) or tuple(learned) or BLOCKS
-    built = load_(host, reducer, at=blocks, keep=KEEP)
+    built = load_(loaded, reducer, at=blocks, keep=KEEP)
     maps = photo_maps(built, photos, each=True)
     caption = (
         f"{model} with {reducer}: kept tokens are clear, merged ones under faint stripes and dropped ones under strong "

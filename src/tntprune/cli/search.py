@@ -9,26 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from tntprune.bench.names import DType
 from tntprune.cli.console import tell
-from tntprune.cli.options import MethodOptions, config_from, given
-from tntprune.cli.shared_flags import (
-    MAX_BATCH,
-    Device,
-    ImgSize,
-    Json,
-    MethodName,
-    Model,
-    Reducer,
-    Seed,
-    Weights,
-    Workers,
-    load,
-)
+from tntprune.cli.flags import GROUP, Host, Json, Model, Reducer, Seed, Workers, flag
 from tntprune.errors import UsageError
-from tntprune.system.flags import MANY, Within, Written
+from tntprune.system.flags import MANY, MAX_BATCH, Whole, Within, Written
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,68 +23,32 @@ if TYPE_CHECKING:
 
 def search(
     model: Model,
-    data: Annotated[
-        str,
-        tyro.conf.arg(metavar="DIR", help="photos, in class folders to measure top-1; or hfds/NAME, torch/NAME"),
-    ],
-    out: Annotated[Path, tyro.conf.arg(metavar="JSON", help="plan to write, with a picture beside it"), Written()],
+    data: Annotated[str, flag("photos, in class folders to measure top-1; or hfds/NAME, torch/NAME", "DIR")],
+    out: Annotated[Path, flag("plan to write, with a picture beside it", "JSON"), Written()],
     macs: Annotated[
-        float | None,
-        tyro.conf.arg(metavar="FLOAT", help="budget: MACs per image, 0.8e9; or a share, 0.6", help_behavior_hint=""),
-        Within(0, 1e18, above=True),
+        float | None, flag("budget: MACs per image, 0.8e9; or a share, 0.6"), Within(0, 1e18, above=True)
     ] = None,
-    latency: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="TIME", help="budget: time per batch on this machine, 12ms", help_behavior_hint=""),
-    ] = None,
+    latency: Annotated[str | None, flag("budget: time per batch on this machine, 12ms", "TIME")] = None,
     speedup: Annotated[
-        float | None,
-        tyro.conf.arg(metavar="FLOAT", help="budget: times as fast as unpruned on this machine", help_behavior_hint=""),
-        Within(1, 1e6, above=True),
+        float | None, flag("budget: times as fast as unpruned on this machine"), Within(1, 1e6, above=True)
     ] = None,
     drop: Annotated[
         float | None,
-        tyro.conf.arg(
-            metavar="FLOAT",
-            help="budget: points of top-1 that may be lost (without labels, of agreement); also beside another",
-            help_behavior_hint="",
-        ),
+        flag("budget: points of top-1 that may be lost (without labels, of agreement); also beside another"),
         Within(0, 100, above=True, below=True),
     ] = None,
-    method: MethodName = None,
-    reducer: Reducer = None,
-    reduction: MethodOptions = MethodOptions(),
-    photos: Annotated[
-        int,
-        tyro.conf.arg(metavar="INT", help="number of photos: half to search on, half held out"),
-        Within(8, MANY),
-    ] = 512,
+    reduction: Annotated[Reducer, GROUP] = Reducer(),
+    photos: Annotated[int, flag("number of photos: half to search on, half held out"), Whole(8, MANY)] = 512,
     minutes: Annotated[
-        float,
-        tyro.conf.arg(metavar="FLOAT", help="time limit; training and measuring count, and are not cut short"),
-        Within(0, 1e6, above=True),
+        float, flag("time limit; training and measuring count, and are not cut short"), Within(0, 1e6, above=True)
     ] = 10.0,
-    moves: Annotated[
-        int,
-        tyro.conf.arg(metavar="INT", help="small changes that are tried to the best schedule"),
-        Within(0, 1_000_000),
-    ] = 60,
+    moves: Annotated[int, flag("small changes that are tried to the best schedule"), Whole(0, 1_000_000)] = 60,
     curve: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            metavar="FILE",
-            help="time against tokens: read if it is there, else measured and written",
-            help_behavior_hint="",
-        ),
-        Written(),
+        Path | None, flag("time against tokens: read if it is there, else measured and written", "FILE"), Written()
     ] = None,
-    batch_size: Annotated[
-        int, tyro.conf.arg(metavar="INT", help="images at a time, for budgets of time"), Within(1, MAX_BATCH)
-    ] = 1,
-    dtype: Annotated[DType, tyro.conf.arg(help="of weights and images, for budgets of time")] = "fp32",
-    weights: Weights = None,
-    img_size: ImgSize = None,
-    device: Device = "cpu",
+    batch_size: Annotated[int, flag("images at a time, for budgets of time"), Whole(1, MAX_BATCH)] = 1,
+    dtype: Annotated[DType, flag("of weights and images, for budgets of time")] = "fp32",
+    host: Annotated[Host, GROUP] = Host(),
     workers: Workers = None,
     seed: Seed = 0,
     json: Json = False,
@@ -127,8 +76,9 @@ def search(
     if curve is not None and not wanted.timed:
         raise UsageError("--curve is of time; expected it with --latency or --speedup")
     about: dict[str, Any] = {
-        "command": "search", "model": model, "weights": weights and str(weights.resolve()), "data": data,
-        "reducer": reducer, **wanted.to_dict(), "photos": photos, "minutes": minutes, "moves": moves, "seed": seed,
+        "command": "search", "model": model, "weights": host.weights and str(host.weights.resolve()),
+        "data": data, "reducer": reduction.reducer, **wanted.to_dict(), "photos": photos, "minutes": minutes,
+        "moves": moves, "seed": seed,
     }  # fmt: skip
     if wanted.timed:
         about |= {"batch_size": batch_size, "dtype": dtype}
@@ -146,11 +96,11 @@ def search(
         if curve is not None and not curve.exists():
             claims.enter_context(claimed(curve))
         torch.manual_seed(seed)
-        loaded, config, base, tuned = _opened(model, weights, device, img_size, method, reducer, reduction)
+        loaded, config, base, tuned = _opened(model, host, reduction)
         known = _known(curve, loaded, config, batch_size, dtype)
         found = find_plan(
             loaded, data, method=config, macs=macs, latency=latency, speedup=speedup, drop=drop,
-            blocks=given(reduction).get("at"), photos=photos, minutes=minutes, moves=moves, seed=seed, workers=workers,
+            blocks=reduction.given.get("at"), photos=photos, minutes=minutes, moves=moves, seed=seed, workers=workers,
             curve=known, batch_size=batch_size, dtype=dtype, base=base, weights=tuned,
             made_by=json_format.dumps(about),
         )  # fmt: skip
@@ -159,19 +109,11 @@ def search(
             found.curve.save(curve)
         draw_front(picture, found, model)
     told = {"plan": str(out), "picture": str(picture), "model": model, **found.to_dict()}
-    tell(json, told, f"{found}\n{_next(model, weights, img_size, out, picture)}")
+    tell(json, told, f"{found}\n{_next(model, host, out, picture)}")
     return 0
 
 
-def _opened(
-    model: str,
-    weights: Path | None,
-    device: str,
-    img_size: tuple[int, int] | None,
-    method: str | None,
-    reducer: str | None,
-    reduction: MethodOptions,
-) -> tuple[nn.Module, Config | None, nn.Module | None, Path | None]:
+def _opened(model: str, host: Host, flags: Reducer) -> tuple[nn.Module, Config | None, nn.Module | None, Path | None]:
     """Load the model, with its reducer if there is one.
 
     Returns:
@@ -180,43 +122,37 @@ def _opened(
     """
     from tntprune.serialization.checkpoint import load_, read
 
-    loaded = load(model, weights, device, img_size)
-    config = _method(method, reduction, reducer is None)
-    if reducer is None:
-        return loaded, config, None, None
-    options = {name: value for name, value in given(reduction).items() if name != "at"}
-    found = read(reducer, loaded)
+    loaded = host.load(model)
+    if flags.reducer is None:
+        return loaded, _method(flags), None, None
+    options = {name: value for name, value in flags.given.items() if name != "at"}
+    found = read(flags.reducer, loaded)
     saved, tuned = found.config, found.weights
-    if method not in (None, saved.method):
-        raise UsageError(f"--method {method}, but {reducer} holds {saved.method}; expected that, or none")
+    if flags.method not in (None, saved.method):
+        raise UsageError(f"--method {flags.method}, but {flags.reducer} holds {saved.method}; expected that, or none")
     _check_free(saved, options)
     base = copy.deepcopy(loaded) if tuned is not None else None
-    return load_(loaded, reducer, **options), config, base, tuned
+    return load_(loaded, flags.reducer, **options), None, base, tuned
 
 
-def _next(model: str, weights: Path | None, img_size: tuple[int, int] | None, out: Path, picture: Path) -> str:
+def _next(model: str, host: Host, out: Path, picture: Path) -> str:
     """Say where the plan is, and what to type next."""
     words = ["tntprune", "eval", model]
-    words += [] if weights is None else ["--weights", str(weights)]
-    words += [] if img_size is None else ["--img-size", *map(str, img_size)]
+    words += [] if host.weights is None else ["--weights", str(host.weights)]
+    words += [] if host.img_size is None else ["--img-size", *map(str, host.img_size)]
     command = shlex.join([*words, "--data", "OTHER_PHOTOS", "--reducer", str(out)])
     where = f"The plan is in {out}, a picture in {picture}."
     return f"{where} Next, evaluate it on photos that were not used here:\n  {command}"
 
 
-def _method(name: str | None, flags: MethodOptions, alone: bool) -> Config | None:
-    """The method that is searched for, where it is not a saved one."""
+def _method(flags: Reducer) -> Config:
+    """Return the method that is searched for."""
     from tntprune.methods import TNT
 
-    if not alone:
-        return None
-    if name is None:
-        name = "tnt"
-    chosen = {key: value for key, value in vars(flags).items() if key != "at"}
-    config = config_from(name, type(flags)(**chosen))
-    if isinstance(config, TNT) and config.merges and not {"inside", "metric"} & set(given(flags)):
+    config = flags.config("tnt", without=("at",))
+    if isinstance(config, TNT) and config.merges and not {"inside", "metric"} & set(flags.given):
         config = config.changed(inside=True, metric="mean")  # what a schedule over the whole model is best with
-    _check_free(config, given(flags))
+    _check_free(config, flags.given)
     return config
 
 
@@ -229,7 +165,7 @@ def _check_free(config: Config, options: dict[str, Any]) -> None:
 
 
 def _known(path: Path | None, model: nn.Module, config: Config | None, batch_size: int, dtype: str) -> Any:
-    """The curve of time against tokens that was measured before, if it is there."""
+    """Read the curve of time against tokens that was measured before, if it is there."""
     from tntprune.backbones.attach import base_of, reduction_of
     from tntprune.search.latency import LatencyCurve
 

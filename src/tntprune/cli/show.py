@@ -8,24 +8,18 @@ from typing import Annotated
 import tyro
 
 from tntprune.cli.console import tell
-from tntprune.cli.options import MethodOptions, apply
-from tntprune.cli.shared_flags import Device, ImgSize, Json, MethodName, Model, Reducer, Seed, Then, Weights, load
+from tntprune.cli.flags import GROUP, Host, Json, Model, Reduction, Seed, flag
 from tntprune.errors import UsageError, UserError
 from tntprune.system.flags import Written
 
 
 def show(
     model: Model,
-    photos: tyro.conf.Positional[tuple[Path, ...]],
-    out: Annotated[Path, tyro.conf.arg(metavar="PNG", help="the picture to write"), Written()],
-    reducer: Reducer = None,
-    method: MethodName = None,
-    reduction: MethodOptions = MethodOptions(),
-    then: Then = (),
-    weights: Weights = None,
-    img_size: ImgSize = None,
-    device: Device = "cpu",
-    each: Annotated[bool, tyro.conf.arg(help="every location on its own, as in the paper's figures")] = False,
+    photos: Annotated[tyro.conf.Positional[tuple[Path, ...]], flag("one row each", "PHOTO...")],
+    out: Annotated[Path, flag("the picture to write", "PNG"), Written()],
+    reduction: Annotated[Reduction, GROUP] = Reduction(),
+    host: Annotated[Host, GROUP] = Host(),
+    each: Annotated[bool, flag("every location on its own, as in the paper's figures")] = False,
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
@@ -35,9 +29,6 @@ def show(
     show.
 
     Photos are turned upright as their EXIF orientation says, and cropped as the model sees them.
-
-    Args:
-        photos: One row each.
     """
     import torch
 
@@ -51,17 +42,14 @@ def show(
         raise UsageError(f"--out {out}: expected a file that ends in .png")
     if not photos:
         raise UsageError("no photo given; expected one or more")
-    if reducer is None and method is None:
+    if reduction.reducer is None and reduction.method is None:
         raise UsageError("nothing to show: expected --reducer RUN, or --method random")
-    check_output(out, [*photos, weights, *files_of(reducer)])
-    built = apply(load(model, weights, device, img_size), method, reducer, reduction, then)
+    check_output(out, [*photos, host.weights, *files_of(reduction.reducer)])
+    built = reduction.apply(host.load(model))
     if not is_reduced(built):
         raise UserError(f"{model} is not reduced")
     maps = photo_maps(built, photos, each)
     write_picture(out, sheet(maps, row_titles(photos)))
-    tell(
-        json,
-        {"picture": str(out), "photos": len(photos), "columns": list(maps[0])},
-        f"{len(photos)} {'photo' if len(photos) == 1 else 'photos'}: {out}",
-    )
+    told = {"picture": str(out), "photos": len(photos), "columns": list(maps[0])}
+    tell(json, told, f"{len(photos)} {'photo' if len(photos) == 1 else 'photos'}: {out}")
     return 0

@@ -10,9 +10,9 @@ import tyro
 
 from tntprune.bench.names import DType
 from tntprune.cli.console import tell
-from tntprune.cli.shared_flags import BatchSize, Device, ImgSize, Json, Limit, OnBadImage, Workers
+from tntprune.cli.flags import BatchSize, Device, ImgSize, Json, Limit, OnBadImage, Workers, flag
 from tntprune.errors import UsageError
-from tntprune.system.flags import Within, Written
+from tntprune.system.flags import Whole, Written
 from tntprune.system.messages import warn
 from tntprune.system.units import unit_of
 
@@ -22,78 +22,53 @@ if TYPE_CHECKING:
 
 
 def sweep(
-    models: Annotated[
-        tyro.conf.Positional[tuple[str, ...]],
-        tyro.conf.arg(metavar="MODEL...", help="timm models, vit16 or digits_vit", help_behavior_hint=""),
-    ],
-    data: Annotated[Path, tyro.conf.arg(metavar="DIR", help="photos in class folders (WordNet ids for ImageNet)")],
-    out: Annotated[
-        Path, tyro.conf.arg(metavar="JSONL", help="the results file; what is in it is not measured again"), Written()
-    ],
+    models: Annotated[tyro.conf.Positional[tuple[str, ...]], flag("timm models, vit16 or digits_vit", "MODEL...")],
+    data: Annotated[Path, flag("photos in class folders (WordNet ids for ImageNet)", "DIR")],
+    out: Annotated[Path, flag("the results file; what is in it is not measured again", "JSONL"), Written()],
     methods: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(
-            metavar="TEXT...",
-            help='methods that need no training: "evit" "tome r=13" "random at=3" "evit at=4 then tome at=7,10 r=9"',
-            help_behavior_hint="",
+        flag(
+            'methods that need no training: "evit" "tome r=13" "random at=3" "evit at=4 then tome at=7,10 r=9"',
+            "TEXT...",
         ),
     ] = (),
     reducers: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(
-            metavar="RUN...",
-            help='folders made by train, or pretrained, with options to change: runs/tnt "runs/tnt similar=40" '
+        flag(
+            'folders made by train, or pretrained, with options to change: runs/tnt "runs/tnt similar=40" '
             "MODEL=runs/other",
-            help_behavior_hint="",
+            "RUN...",
         ),
     ] = (),
     at: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(
-            metavar="AT...",
-            help='each is a setting of every method that does not say at= itself: 3 "3,4,5"',
-            help_behavior_hint="",
-        ),
+        tuple[str, ...], flag('each is a setting of every method that does not say at= itself: 3 "3,4,5"', "AT...")
     ] = (),
     rates: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(
-            metavar="RATE...",
-            help="each is a setting of every method that says none of keep=, tokens=, r= itself: the share that stays "
+        flag(
+            "each is a setting of every method that says none of keep=, tokens=, r= itself: the share that stays "
             'at each location, 0.5 "0.9,0.8,0.7"; ToMe without at= acts in every block, so give it r= there',
-            help_behavior_hint="",
+            "RATE...",
         ),
     ] = (),
     weights: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(
-            metavar="FILE...",
-            help="weights to load, MODEL=FILE where there are several models; timm asks the Hub for the others",
-            help_behavior_hint="",
-        ),
+        flag("weights to load, MODEL=FILE where there are several models; timm asks the Hub for the others", "FILE..."),
     ] = (),
-    random_weights: Annotated[bool, tyro.conf.arg(help="random weights: for speed, accuracies then mean nothing")] = (
-        False
-    ),
+    random_weights: Annotated[bool, flag("random weights: for speed, accuracies then mean nothing")] = False,
     img_size: ImgSize = None,
     device: Device = "cpu",
     batch_size: BatchSize = 32,
     workers: Workers = None,
-    precision: Annotated[DType, tyro.conf.arg(help="bf16 and fp16 under autocast, with the head in fp32")] = "fp32",
+    precision: Annotated[DType, flag("bf16 and fp16 under autocast, with the head in fp32")] = "fp32",
     together: Annotated[
-        int,
-        tyro.conf.arg(metavar="INT", help="settings run on each batch of photos; a kill loses so many at most"),
-        Within(1, 10_000),
+        int, flag("settings run on each batch of photos; a kill loses so many at most"), Whole(1, 10_000)
     ] = 8,
-    speed: Annotated[
-        bool, tyro.conf.arg(help="leave speed out; a later sweep completes the rows", help_behavior_hint="")
-    ] = True,
-    rounds: Annotated[
-        int, tyro.conf.arg(metavar="INT", help="how often each setting is timed, at least 3"), Within(3, 100_000)
-    ] = 10,
+    speed: Annotated[bool, flag("leave speed out; a later sweep completes the rows")] = True,
+    rounds: Annotated[int, flag("how often each setting is timed, at least 3"), Whole(3, 100_000)] = 10,
     limit: Limit = None,
     on_bad_image: OnBadImage = "error",
-    dry_run: Annotated[bool, tyro.conf.arg(help="show the settings, their MACs and what is there, and end")] = False,
+    dry_run: Annotated[bool, flag("show the settings, their MACs and what is there, and end")] = False,
     json: Json = False,
 ) -> int:
     """Accuracy, agreement, MACs, speed and memory of many settings, each a line of one results file.

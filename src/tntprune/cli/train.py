@@ -1,72 +1,100 @@
-"""`tntprune train`."""
+"""`tntprune train` and `tntprune pretrain`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tntprune.cli.console import tell
-from tntprune.cli.options import MethodOptions, apply, config_from
-from tntprune.cli.shared_flags import (
+from tntprune.cli.flags import (
+    GROUP,
     Device,
+    Host,
     ImgSize,
     Json,
     Model,
-    Reducer,
-    Root,
-    Samples,
+    Reduction,
     Seed,
+    Sources,
     Split,
-    Then,
-    Weights,
     Workers,
-    load,
-)
-from tntprune.cli.training_flags import Resume, SaveEvery, TensorBoard, TrainingFlags, Val
+    flag,
+)  # fmt: skip
+from tntprune.cli.options import ScratchFlags, TrainingFlags
 from tntprune.errors import UsageError
-from tntprune.system.flags import Written
+from tntprune.system.flags import MANY, Whole, Written
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tntprune.training.recipes import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFlags(Sources):
+    """What a training reads beside its photos, and leaves in its folder."""
+
+    val: Annotated[
+        str | None, flag("labelled photos to validate on after each epoch; the best goes to RUN/best", "DIR")
+    ] = None
+    val_split: Split = None
+    workers: Workers = None
+    save_every: Annotated[int, flag("between checkpoints", "STEPS"), Whole(1, MANY)] = 50
+    tensorboard: Annotated[bool, flag("also log for TensorBoard, in RUN/tensorboard")] = False
+    resume: Annotated[bool, flag("continue the training in RUN")] = False
+
+    def train(self, built: nn.Module, recipe: Recipe, about: dict[str, Any], json: bool, **given: Any) -> int:
+        """Train in a folder, and tell what is left there.
+
+        Args:
+            built: The model, reduced.
+            recipe: How to train.
+            about: What has to be the same in a resumed training.
+            json: Whether to tell it as JSON.
+            given: The rest of what `train_folder` takes.
+        """
+        from tntprune.training.jobs import train_folder
+        from tntprune.training.run_folder import ended
+
+        over = self.resume and ended(given["out"]) is not None
+        found = train_folder(built, recipe=recipe, about=about, **vars(self), **given)
+        if given["world"].main:
+            told = {**found._asdict(), "seconds": round(found.seconds, 1)}
+            path = str(told.pop("path"))
+            left = {"weights": path, "classes": about["classes"]} if "classes" in about else {"reducer": path}
+            tell(json, left | told, f"the training had ended already: {path}" if over else str(found))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(Reduction):
+    """What is trained, or what a model is fine-tuned under."""
+
+    method: Annotated[str | None, flag("a method that learns (tnt), or with --unfreeze any", "NAME")] = None
 
 
 def train(
     model: Model,
     data: Annotated[
         str,
-        tyro.conf.arg(
-            metavar="DIR",
-            help="photos, in class folders where the loss needs labels; or hfds/NAME, hfids/NAME, wds/DIR, torch/NAME",
+        flag(
+            "photos, in class folders where the loss needs labels; or hfds/NAME, hfids/NAME, wds/DIR, torch/NAME", "DIR"
         ),
     ],
-    out: Annotated[Path, tyro.conf.arg(metavar="RUN", help="where the reducer, the log and checkpoints go"), Written()],
-    method: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="NAME", help="a method that learns (tnt), or with --unfreeze any", help_behavior_hint=""),
-    ] = None,
-    reducer: Reducer = None,
-    reduction: MethodOptions = MethodOptions(),
-    then: Then = (),
+    out: Annotated[Path, flag("where the reducer, the log and checkpoints go", "RUN"), Written()],
+    reduction: Annotated[Trained, GROUP] = Trained(),
     preset: Annotated[
         Literal["none", "short", "published"],
-        tyro.conf.arg(
-            help="what is not given: the defaults told below; short: the method's in minutes on a thousand photos; "
+        flag(
+            "what is not given: the defaults told below; short: the method's in minutes on a thousand photos; "
             "published: its authors' on ImageNet"
         ),
     ] = "none",
     training: TrainingFlags = TrainingFlags(),
-    val: Val = None,
-    split: Split = None,
-    val_split: Split = None,
-    root: Root = None,
-    samples: Samples = None,
-    weights: Weights = None,
-    img_size: ImgSize = None,
-    device: Device = "cpu",
+    run: Annotated[RunFlags, GROUP] = RunFlags(),
+    host: Annotated[Host, GROUP] = Host(),
     seed: Seed = 0,
-    workers: Workers = None,
-    save_every: SaveEvery = 50,
-    tensorboard: TensorBoard = False,
-    resume: Resume = False,
     json: Json = False,
 ) -> int:
     """Train what a method learns, on a frozen model or together with it; or with --unfreeze fine-tune the model under a
@@ -84,54 +112,80 @@ def train(
     from tntprune.system.distributed import join
     from tntprune.system.storage import check_output
     from tntprune.training.config import Training
-    from tntprune.training.jobs import train_folder
     from tntprune.training.recipes import Recipe, changed, published, short
-    from tntprune.training.run_folder import ended
     from tntprune.training.runs import BEST, EMA
 
-    options = {**vars(training), "seed": seed}
+    reducer, options = reduction.reducer, {**vars(training), "seed": seed}
     tunes = options["unfreeze"] is not None
-    _check(tunes, method, reducer, then, preset)
+    _check(tunes, reduction, preset)
     if tunes:
         recipe = changed(Recipe(Random(), Training()), options)  # what is wrong is told before a model is loaded
     else:
-        config = config_from(method or "tnt", reduction)
+        config = reduction.config("tnt")
         recipe = {"none": lambda c: Recipe(c, Training()), "short": short, "published": published}[preset](config)
         recipe = changed(recipe, options)
     places = () if out.is_file() else (out, out / BEST, out / EMA)  # a file is told in other words
     for place, name in product(places, (FILE, WEIGHTS)):
-        check_output(place / name, [weights, *files_of(reducer)])
-    world = join(device)
-    built = load(model, weights, world.device(device), img_size)
+        check_output(place / name, [host.weights, *files_of(reducer)])
+    world = join(host.device)
+    built = host.load(model, world.device(host.device))
     if tunes:
-        built = apply(built, method, reducer, reduction, then)
+        built = reduction.apply(built)
         recipe = replace(recipe, config=reduction_of(built).config)
     else:
         built = reduce_(built, recipe.config)
-    about: dict[str, Any] = {"model": model, "weights": weights and str(weights.resolve())}
-    if img_size is not None:
-        about["img_size"] = list(img_size)
+    about: dict[str, Any] = {"model": model, "weights": host.weights and str(host.weights.resolve())}
+    if host.img_size is not None:
+        about["img_size"] = list(host.img_size)
     if reducer is not None:
         about["reducer"] = str(Path(reducer).resolve()) if Path(reducer).exists() else reducer
-    over = resume and ended(out) is not None
-    found = train_folder(
-        built, data, out, recipe, val=val, split=split, val_split=val_split, root=root, samples=samples,
-        workers=workers, resume=resume, save_every=save_every, about=about, tensorboard=tensorboard, world=world,
-    )  # fmt: skip
-    if not world.main:
-        return 0
-    told = {"reducer": str(found.path), **found._asdict(), "seconds": round(found.seconds, 1)}
-    del told["path"]
-    tell(json, told, f"the training had ended already: {found.path}" if over else str(found))
-    return 0
+    return run.train(built, recipe, about, json, data=data, out=out, world=world)
 
 
-def _check(tunes: bool, method: str | None, reducer: str | None, then: tuple[str, ...], preset: str) -> None:
+def _check(tunes: bool, reduction: Reduction, preset: str) -> None:
     """Refuse what does not go with fine-tuning, or goes with nothing else."""
-    if not tunes and (reducer is not None or then):
+    reducer = reduction.reducer
+    if not tunes and (reducer is not None or reduction.then):
         what = "--then" if reducer is None else f"--reducer {reducer}"
         raise UsageError(f"{what} without --unfreeze; expected --unfreeze norms, for example, or neither")
-    if tunes and method is None and reducer is None:
+    if tunes and reduction.method is None and reducer is None:
         raise UsageError("--unfreeze, and nothing that removes tokens; expected --reducer RUN or --method tome too")
     if tunes and preset != "none":
         raise UsageError(f"--preset {preset} is for what a method learns, and with --unfreeze it learns nothing")
+
+
+def pretrain(
+    model: Model,
+    data: Annotated[
+        str,
+        flag(
+            "photos in class folders (WordNet ids for ImageNet); or hfds/NAME, hfids/NAME, wds/DIR, torch/NAME", "DIR"
+        ),
+    ],
+    out: Annotated[Path, flag("where the weights, the log and checkpoints go", "RUN"), Written()],
+    num_classes: Annotated[int | None, flag("of the model (as many as class folders)"), Whole(1, 1_000_000)] = None,
+    training: ScratchFlags = ScratchFlags(),
+    run: Annotated[RunFlags, GROUP] = RunFlags(),
+    img_size: ImgSize = None,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    json: Json = False,
+) -> int:
+    """Train a backbone itself from random weights, by DeiT's recipe; for --weights RUN/model.safetensors.
+
+    The rate is that of 1024 photos a step; with another --batch-size it is in proportion.
+
+    Several processes: torchrun --nproc-per-node 8 -m tntprune pretrain ...
+    """
+    from tntprune.system.distributed import join
+    from tntprune.training.pretraining import classes_of, untrained
+    from tntprune.training.recipes import changed, scratch
+
+    recipe = changed(scratch(), {**vars(training), "backbone_lr": vars(training)["lr"], "seed": seed})
+    world = join(device)
+    classes, names = classes_of(data, run.split, num_classes)
+    built = untrained(model, recipe, classes, world.device(device), img_size, names)
+    about: dict[str, Any] = {"model": model, "classes": classes}
+    if img_size is not None:
+        about["img_size"] = list(img_size)
+    return run.train(built, recipe, about, json, data=data, out=out, backbone=True, world=world)

@@ -160,7 +160,8 @@ class LoaderSource:
     def check(self, share: Share) -> None:
         if share.parts > 1:
             raise UsageError(
-                f"parts={share.parts} of the batches of a loader; expected a folder or a tensor, or smaller batches"
+                f"micro_batches={share.parts} of the batches of a loader; expected a folder or a tensor, or smaller "
+                "batches"
             )
 
     def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:

@@ -35,7 +35,7 @@ def recipe(name: str, kind: RecipeName, seed: int = 0, parts: int | None = None)
     found = (recipes.published if kind == "published" else recipes.short)(config)
     if isinstance(config, TNT):
         found = replace(found, config=config)  # the authors' training, but of our scorer too
-    return recipes.changed(found, {"seed": seed, "parts": parts})
+    return recipes.changed(found, {"seed": seed, "micro_batches": parts})
 
 
 def tasks(plan: Agenda, kind: RecipeName) -> list[Task]:

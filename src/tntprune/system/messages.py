@@ -8,9 +8,7 @@ LONGEST = 1000  # characters of a line
 
 
 def printable(text: str) -> str:
-    r"""Make text that may hold a file's name safe to print: control characters, escape codes and bytes that are no text
-    become escapes such as \n and \x1b.
-    """
+    r"""Turn control characters, escape codes and bytes that are no text into escapes such as \n and \x1b."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

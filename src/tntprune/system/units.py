@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["unit_of"]
-
 
 def unit_of(macs: float) -> tuple[float, str]:
-    """What to divide multiply-accumulates by, and the unit: millions where the unpruned model has few."""
+    """Return what to divide multiply-accumulates by, and the unit: millions where the unpruned model has few."""
     return (1e9, "GMACs") if macs >= 1e8 else (1e6, "MMACs")

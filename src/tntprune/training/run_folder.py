@@ -71,9 +71,11 @@ def _check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     given, held = now["training"], before.get("training", {})
     if not isinstance(held, dict):
         raise UserError(f"{out}: what is told of its training is broken (training is no object); {AGAIN}")
+    if "parts" in held:  # as they were called in version 0.1
+        held["micro_batches"] = held.pop("parts")
     digests = [name for name in DIGESTS if name in before and name in now and before[name] != now[name]]
     before, now = ({k: v for k, v in one.items() if k not in DIGESTS} for one in (before, now))
-    open_ = [name for name in ("parts", "epochs") if given[name] is None]  # what was decided at the start holds
+    open_ = [name for name in ("micro_batches", "epochs") if given[name] is None]  # what was decided at the start holds
     now = {**now, "training": {**given, **{name: held.get(name) for name in open_}}}
     changed = _differences(before, now)
     if changed:

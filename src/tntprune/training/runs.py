@@ -94,13 +94,13 @@ def train_run(
     options: dict[str, Any] = json.loads(json.dumps(told))
     first, before = world.agree(lambda: find_start(out, resume, options))
     held = before.get("training", {})  # what was decided at the start holds
-    if training.parts is None:
-        training = replace(training, parts=held.get("parts"))
+    if training.micro_batches is None:
+        training = replace(training, micro_batches=held.get("micro_batches"))
     if training.epochs is None:
         epochs = training.passes(source.per_epoch, reduction_of(model).learners)
         training = replace(training, epochs=held.get("epochs", epochs))
     training = training.among(world.size)
-    options["training"] |= {"parts": training.parts, "epochs": training.epochs}
+    options["training"] |= {"micro_batches": training.micro_batches, "epochs": training.epochs}
     run = None
     if first is not None:  # what is wrong is told before a folder is made
         run = _Run(model, source, training, out, options, world, validate, backbone)

@@ -122,8 +122,9 @@ class Trainer:
     @property
     def share(self) -> Share:
         """The parts of each batch that this process works through."""
-        assert self.training.parts is not None
-        return Share(self.training.parts, tuple(range(self.world.rank, self.training.parts, self.world.size)))
+        count = self.training.micro_batches
+        assert count is not None
+        return Share(count, tuple(range(self.world.rank, count, self.world.size)))
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups: the method's and the model's parameters, each with and without weight decay."""

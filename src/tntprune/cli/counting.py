@@ -1,12 +1,12 @@
-"""`tntprune info`."""
+"""`tntprune info` and `tntprune macs`: what is counted without running a model."""
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from typing import Annotated, Any
 
 from tntprune.cli.console import tell
-from tntprune.cli.shared_flags import ImgSize, Json, Model
-from tntprune.methods import all_methods
+from tntprune.cli.flags import GROUP, ImgSize, Json, Model, Reduction
 from tntprune.system.units import unit_of
 
 
@@ -15,7 +15,7 @@ def info(model: Model, img_size: ImgSize = None, json: Json = False) -> int:
     from tntprune.analysis.macs import macs as count
     from tntprune.backbones.base import find_backbone
     from tntprune.backbones.models import shape_of
-    from tntprune.methods import obstacle_to
+    from tntprune.methods import all_methods, obstacle_to
 
     built = shape_of(model, img_size)
     layout = find_backbone(built).layout(built)
@@ -35,4 +35,29 @@ def info(model: Model, img_size: ImgSize = None, json: Json = False) -> int:
     ]
     lines += [f"  {name:10} {'can be applied' if why is None else 'cannot: ' + why}" for name, why in obstacles.items()]
     tell(json, data, "\n".join(lines))
+    return 0
+
+
+def macs(
+    model: Model,
+    reduction: Annotated[Reduction, GROUP] = Reduction(),
+    img_size: ImgSize = None,
+    json: Json = False,
+) -> int:
+    """Multiply-accumulates of a model, block by block, in closed form. Runs nothing, and needs no weights."""
+    from dataclasses import asdict
+
+    from tntprune.analysis.macs import macs as count
+    from tntprune.backbones.models import shape_of
+    from tntprune.reduce import reduce_
+
+    built = shape_of(model, img_size)
+    if reduction.reducer is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # nothing can be put into a model without weights
+            reduction.apply(built)
+    elif configs := reduction.configs():
+        reduce_(built, *configs)
+    found = count(built)
+    tell(json, asdict(found), str(found))
     return 0
