@@ -110,7 +110,7 @@ def test_a_number_out_of_its_range_is_refused_before_anything_is_read(call, comm
         ("--beta 1e38", "beta=1e+38"),
         ("--hidden 1000000000000 --scorer mlp", "hidden=1000000000000"),
         ("--order " + str(2**64), "order="),
-        ("--relevance inf", "score_weight=inf"),
+        ("--score-weight inf", "score_weight=inf"),
         ("--similar " + "9" * 400, "similar="),
     ],
 )
@@ -226,7 +226,11 @@ ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONC
 
 def test_an_ascii_locale(tmp_path):
     done = python(*MODULE, "macs", "é", **ASCII)
-    assert done.returncode == 2 and done.stderr.startswith("tntprune: ") and done.stderr.count("\n") == 1
+    assert (
+        (done.returncode, done.stdout) == (2, "")
+        and done.stderr.startswith("tntprune: ")
+        and done.stderr.count("\n") == 1
+    )
     for arguments in ("--help", "eval --help", "info digits_vit"):
         ended = run(shlex.split(arguments), tmp_path, "ascii")
         assert (ended.code, ended.err) == (0, "") and len(ended.out) > 100

@@ -285,11 +285,11 @@ def test_the_command_begins_with_a_run_and_leaves_one(tmp_path, capsys):
     ("options", "told"),
     [
         ({"unfreeze": "biases"}, "unfreeze='biases': expected one of 'all', 'head', 'norms', 'lowrank'"),
-        ({"unfreeze": "lowrank", "rank": 0}, "rank=0: expected a whole number, 1 or larger"),
+        ({"unfreeze": "lowrank", "rank": 0}, "rank=0: expected a whole number from 1 to 65536"),
         ({"unfreeze": "norms", "rank": 2}, "rank=2 with unfreeze='norms'; expected unfreeze='lowrank'"),
         ({"rank": 2}, "rank=2 without unfreeze"),
         ({"distill": 1.0}, "distill=1.0 without unfreeze"),
-        ({"unfreeze": "all", "distill": 1.5}, "distill=1.5: expected a share from 0 to 1"),
+        ({"unfreeze": "all", "distill": 1.5}, "distill=1.5: expected a number from 0 to 1"),
         ({"unfreeze": "all", "lr": 0.1}, "lr=0.1 with unfreeze: .*; expected backbone_lr"),
         ({"unfreeze": "all", "freeze_epochs": 1}, "freeze_epochs=1 with unfreeze"),
     ],
