@@ -151,7 +151,7 @@ tntprune eval vit16 $W --data imagenet/val --reducer runs/vit16-tnt
   cutmix, each photo three times in succession, and a moving average. **The paper says nothing about how its ViT/16 was
   trained**, nor how many heads it has: this recipe and 12 heads are our choice, and what comes out is not the paper's
   model.
-* It is the trainer of `tntprune train`, with its flags: `--micro-batches` for batches that do not fit, `--amp`, `--val`,
+* It is the trainer of `tntprune train`, with its flags: `--micro-batches` for large batches, `--amp`, `--val`,
   `--resume`, several processes. `RUN` ends with `model.safetensors`, which has timm's names, `log.jsonl`, `ema/`, and
   with `--val` the best epoch in `best/`; each folder's `model.safetensors` is for `--weights`.
 * The model gets as many classes as there are class folders, in the order of their names; `--num-classes` says
