@@ -31,9 +31,9 @@ from tntprune.methods import to_dict
 from tntprune.system.environment import stamp
 from tntprune.system.storage import make_folder, write
 from tntprune.training.config import Training
-from tntprune.training.jobs import train_folder
 from tntprune.training.recipes import Recipe
 from tntprune.training.run_folder import ended
+from tntprune.training.runs import train_folder
 
 MODEL = "vit_tiny_patch16_224"
 SETTINGS = ("tnt at=3 keep=0.35", "tnt at=3 keep=0.25")

@@ -20,10 +20,9 @@ import tyro
 
 from stamps import written
 from tntprune import TNT, reduce_
-from tntprune.data.augment import PRESETS, Augmentation
+from tntprune.data.augment import PRESETS, Augmentation, Mixer
 from tntprune.data.batches import WHOLE, Pair, PhotoSource, Share, Source, TensorSource
 from tntprune.data.folders import Photos, all_photos, default_workers, transform_for
-from tntprune.data.mixing import mixer_for
 from tntprune.system.environment import stamp
 from tntprune.system.storage import write
 from tntprune.training.calibrate import fit
@@ -56,7 +55,7 @@ class Watched:
 def photo_source(data: Path, model: torch.nn.Module, augmentation: Augmentation, batch: int, workers: int) -> Source:
     """Photos as a training has them."""
     photos = Photos(all_photos(data), transform_for(model, augmentation))
-    mixer = mixer_for(augmentation, 1000, 0.1, 0)
+    mixer = Mixer(augmentation, 1000, 0.1, 0) if augmentation.mixes else None
     pin = next(model.parameters()).is_cuda
     return PhotoSource(photos, batch, 0, workers, False, augmentation.repeats, mixer, pin)
 

@@ -25,8 +25,7 @@ from tntprune.serialization.checkpoint import FILE, read
 from tntprune.system.environment import stamp
 from tntprune.system.storage import make_folder, write
 from tntprune.training.config import Training
-from tntprune.training.run_folder import ended
-from tntprune.training.run_log import read_log
+from tntprune.training.run_folder import ended, read_log
 from tntprune.training.runs import train_run
 
 MODEL = "vit_tiny_patch16_224"

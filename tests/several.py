@@ -8,9 +8,7 @@ import socket
 from typing import Any
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(
-    ["tntprune.training.runs", "tntprune.training.jobs", "tntprune.sweep", "timm", "accelerate"]
-)
+processes.set_forkserver_preload(["tntprune.training.runs", "tntprune.sweep", "timm", "accelerate"])
 
 
 def free_port() -> int:

@@ -199,9 +199,9 @@ def test_training_pictures_are_normalised_as_the_processor_does(clip, flat):
     from tntprune.data.processor import Processor
 
     made = Processor(clip).pixels()
-    assert made.size == (32, 32) and made.interpolation == "bilinear"
-    assert made.mean == pytest.approx((0.1, 0.2, 0.3), abs=1e-5)
-    assert made.std == pytest.approx((0.4, 0.5, 0.6), abs=1e-5)
+    assert made["input_size"] == (3, 32, 32) and made["interpolation"] == "bilinear"
+    assert made["mean"] == pytest.approx((0.1, 0.2, 0.3), abs=1e-5)
+    assert made["std"] == pytest.approx((0.4, 0.5, 0.6), abs=1e-5)
     white = transform_for(clip, LIGHT)(Image.new("RGB", (50, 40), "white"))
     assert white.shape == (3, 32, 32)
     torch.testing.assert_close(white[:, 3, 4], torch.tensor([2.25, 1.6, 0.7 / 0.6]), atol=1e-4, rtol=1e-4)

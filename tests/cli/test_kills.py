@@ -31,8 +31,7 @@ from tntprune.system import storage
 from tntprune.system.distributed import ALONE
 from tntprune.system.storage import read_metadata, read_weights
 from tntprune.training.config import Training
-from tntprune.training.run_log import LOG
-from tntprune.training.run_state import STATE
+from tntprune.training.run_folder import LOG, STATE
 from tntprune.training.runs import BEST, EMA, train_run
 from tntprune.training.trainer import Trainer
 from tntprune.training.validation import Validation

@@ -16,8 +16,8 @@ from torchvision.transforms import Compose
 
 from conftest import make
 from tntprune.backbones.digits_vit import build
-from tntprune.data.augment import AUTHORS, LIGHT, PRESETS, Augmentation
-from tntprune.data.folders import Photo, Photos, fixed_randomness, transform_for
+from tntprune.data.augment import AUTHORS, LIGHT, PRESETS, Augmentation, fixed_randomness
+from tntprune.data.folders import Photo, Photos, transform_for
 from tntprune.errors import UsageError
 
 MODEL = make("plain")

@@ -14,10 +14,9 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make
-from tntprune.data.augment import AUTHORS, LIGHT
+from tntprune.data.augment import AUTHORS, LIGHT, Mixer
 from tntprune.data.batches import LoaderSource, PhotoSource, Share, TensorSource, chosen
 from tntprune.data.folders import Photo, Photos, all_photos, transform_for
-from tntprune.data.mixing import Mixer, mixer_for
 from tntprune.errors import UserError
 
 
@@ -177,7 +176,8 @@ FULL = replace(AUTHORS, crop=0.5)
 def full_source(folder, workers: int, batch: int = 6, augmentation=FULL, labelled: bool = True) -> PhotoSource:
     found = [Photo(photo.path, i) for i, photo in enumerate(all_photos(folder))]
     photos = Photos(found, transform_for(make("plain"), augmentation), seed=4)
-    return PhotoSource(photos, batch, 4, workers, labelled, augmentation.repeats, mixer_for(augmentation, 7, 0.1, 4))
+    mixer = Mixer(augmentation, 7, 0.1, 4) if augmentation.mixes else None
+    return PhotoSource(photos, batch, 4, workers, labelled, augmentation.repeats, mixer)
 
 
 @pytest.mark.parametrize("labelled", [True, False])

@@ -6,6 +6,7 @@ import os
 import pickle
 import tarfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,13 @@ from timm.data import ImageNetInfo
 from conftest import make
 from tntprune.backbones.models import shape_of
 from tntprune.data import datasets as opening
-from tntprune.data.augment import AUTHORS, LIGHT
+from tntprune.data.augment import AUTHORS, LIGHT, Mixer
 from tntprune.data.batches import PhotoSource, Share
 from tntprune.data.datasets import open_photos
 from tntprune.data.folders import Photos, labelled_photos, transform_for
 from tntprune.data.images import BadImage
 from tntprune.data.loading import in_order
-from tntprune.data.mixing import mixer_for
+from tntprune.data.streams import items_of_shards
 from tntprune.errors import UsageError, UserError
 
 IMAGENET = shape_of("test_vit")  # 1000 classes
@@ -315,7 +316,7 @@ def test_a_broken_shard_is_told(shards, damage):
 
 def photo_source(found, workers: int = 0, batch: int = 4, augmentation=LIGHT, labelled: bool = True) -> PhotoSource:
     photos = Photos(found, transform_for(SEVEN, augmentation), seed=4)
-    mixer = mixer_for(augmentation, 7, 0.1, 4)
+    mixer = Mixer(augmentation, 7, 0.1, 4) if augmentation.mixes else None
     return PhotoSource(photos, batch, 4, workers, labelled, augmentation.repeats, mixer)
 
 
@@ -453,7 +454,7 @@ def test_shards_are_never_opened_by_webdataset(shards, monkeypatch):
     found = stream_of(shards([2, 2]))
     monkeypatch.setattr("webdataset.tariterators.gopen", None)
     assert len(list(found.photos())) == 4
-    found.shards = ["pipe:touch PWNED"]
+    found.items = partial(items_of_shards, ["pipe:touch PWNED"], ["png"], "")
     refused(lambda: list(found.photos()), "breaks off after 0 photos", "No such file")
 
 

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tntprune.data.augment import AUTHORS, LIGHT, Augmentation
-from tntprune.data.mixing import Mixer, mixer_for
+from tntprune.data.augment import AUTHORS, LIGHT, Augmentation, Mixer
 from tntprune.errors import UsageError
 
 CLASSES = 5
@@ -34,12 +33,11 @@ def smooth(label: int, smoothing: float) -> torch.Tensor:
 def test_each_image_is_mixed_with_the_one_as_far_from_the_other_end(half, mixup, cutmix, smoothing, seed, step, data):
     augmentation = Augmentation(mixup=mixup, cutmix=cutmix)
     if not augmentation.mixes:
-        assert mixer_for(augmentation, CLASSES, smoothing, seed) is None
         return
     count = 2 * half
     before = images_of(count)
     labels = torch.tensor(data.draw(st.lists(st.integers(0, CLASSES - 1), min_size=count, max_size=count)))
-    after, shares = mixer_for(augmentation, CLASSES, smoothing, seed)(step, 0, before.clone(), labels)
+    after, shares = Mixer(augmentation, CLASSES, smoothing, seed)(step, 0, before.clone(), labels)
     assert shares.shape == (count, CLASSES) and shares.dtype == torch.float32
 
     mine = torch.empty(count)  # share of the image itself, found from the pixels alone
@@ -101,7 +99,7 @@ def test_without_labels_the_images_are_mixed_in_the_same_way():
 
 
 def test_a_model_without_classes_can_be_trained_on_mixed_images():
-    mixed, none = mixer_for(replace(LIGHT, mixup=1.0), 0, 0.0, 0)(0, 0, images_of(2), None)
+    mixed, none = Mixer(replace(LIGHT, mixup=1.0), 0, 0.0, 0)(0, 0, images_of(2), None)
     assert none is None and not torch.equal(mixed, images_of(2))
 
 

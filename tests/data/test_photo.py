@@ -22,7 +22,7 @@ def test_packed_photos_are_the_same_ones(photos, data):
     found = packed(photos)
     assert isinstance(found, Packed) and list(found) == photos and len(found) == len(photos)
     where = data.draw(st.slices(len(photos)))
-    assert found[where] == photos[where]
+    assert list(found[where]) == photos[where]
     for index in range(-len(photos), len(photos)):
         assert found[index] == photos[index]
     with pytest.raises(IndexError):

@@ -6,9 +6,8 @@ from PIL import Image
 from timm.data import auto_augment, create_transform
 
 from conftest import make
-from tntprune.data.augment import Augmentation
+from tntprune.data.augment import Augmentation, mend, posterize
 from tntprune.data.folders import transform_for
-from tntprune.data.posterize import mend, posterize
 
 rng = np.random.default_rng(0)
 IMAGE = Image.fromarray(rng.integers(0, 256, (16, 24, 3), dtype=np.uint8))

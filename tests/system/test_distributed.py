@@ -23,7 +23,7 @@ from tntprune.system.distributed import ALONE, World
 from tntprune.system.storage import read_metadata, read_weights
 from tntprune.training import runs
 from tntprune.training.config import Training
-from tntprune.training.run_state import STATE, save_state
+from tntprune.training.run_folder import STATE, save_state
 from tntprune.training.runs import EMA, Stopped, train_run
 from tntprune.training.trainer import Trainer
 
@@ -79,59 +79,47 @@ def talk(world, out):
     assert world.agree(lambda: f"found by {world.rank}") == "found by 0"
     with pytest.raises(UserError, match="the main one's mistake"):
         world.agree(lambda: (_ for _ in ()).throw(UserError("the main one's mistake")))
-    with world.main_first():
-        (out / f"{world.rank}").write_text(str((out / "0").exists()))
-
-
-def test_two_processes_talk(tmp_path):
-    together(2, talk, tmp_path)
-    assert (tmp_path / "1").read_text() == "True"
-
-
-def find_nothing_first(world, out):
     with pytest.raises(UserError, match=r"nothing in main") as caught, world.main_first():
         raise UserError(f"nothing in {'main' if world.main else 'other'}")
     assert caught.value.told == (not world.main)  # the user reads it once
     with world.main_first():  # and they still go on together
         (out / f"{world.rank}").write_text(str((out / "0").exists()))
-
-
-def test_a_mistake_that_the_first_one_finds_is_told_by_all(tmp_path):
-    together(2, find_nothing_first, tmp_path)
-    assert (tmp_path / "1").read_text() == "True"
-
-
-def lose_the_other(world, out, call):
-    if world.main:
-        with pytest.raises(ConnectionError, match="ended with another process, which says why"):
-            {"sum": lambda: world.sum(torch.ones(1)), "gather": lambda: world.gather(1), "wait": world.wait}[call]()
+    world.wait()
+    (out / "run").mkdir(exist_ok=True)
+    (out / "run" / "log.jsonl").write_text("{}")
+    with pytest.raises(UsageError, match="holds a training already"):  # what the main one refuses ends all
+        trained(world, out / "run", "tnt")
+    if world.main:  # the other one ends
+        for call in (lambda: world.sum(torch.ones(1)), lambda: world.gather(1), world.wait):
+            with pytest.raises(ConnectionError, match="ended with another process, which says why"):
+                call()
         (out / "told").touch()
 
 
-@pytest.mark.parametrize("call", ["sum", "gather", "wait"])
-def test_one_that_is_left_alone_says_so_in_a_line(tmp_path, call):
-    together(2, lose_the_other, tmp_path, call)
-    assert (tmp_path / "told").exists()
+def test_two_processes_talk_until_one_ends(tmp_path):
+    together(2, talk, tmp_path)
+    assert (tmp_path / "1").read_text() == "True" and (tmp_path / "told").exists()
 
 
 # Training
 
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_two_processes_train_what_one_trains_bit_for_bit(tmp_path, name):
-    trained(ALONE, tmp_path / "one", name)
-    together(2, trained, tmp_path / "two", name)
-    assert same(tmp_path / "one", tmp_path / "two")
-    assert lines(tmp_path / "one") == lines(tmp_path / "two")
+JOINT = replace(TRAINING, backbone_lr=1e-3, clip=0.5, ema=0.9, drop_path=0.2, weight_decay=0.1)
 
 
-def test_two_processes_train_the_model_too_with_all_there_is(tmp_path):
-    training = replace(TRAINING, backbone_lr=1e-3, clip=0.5, ema=0.9, drop_path=0.2, weight_decay=0.1)
-    trained(ALONE, tmp_path / "one", "dynamicvit", training)
-    together(2, trained, tmp_path / "two", "dynamicvit", training)
-    for folder in ("", EMA):
-        assert same(tmp_path / "one" / folder, tmp_path / "two" / folder)
-    assert not same(tmp_path / "one", tmp_path / "one" / EMA)
+def train_each(world, out):
+    for name in CONFIGS:
+        trained(world, out / name, name)
+    trained(world, out / "joint", "dynamicvit", JOINT)
+
+
+def test_two_processes_train_what_one_trains_bit_for_bit(tmp_path):
+    train_each(ALONE, tmp_path / "one")
+    together(2, train_each, tmp_path / "two")
+    for name in (*CONFIGS, "joint", f"joint/{EMA}"):
+        assert same(tmp_path / "one" / name, tmp_path / "two" / name), name
+    for name in (*CONFIGS, "joint"):
+        assert lines(tmp_path / "one" / name) == lines(tmp_path / "two" / name), name
+    assert not same(tmp_path / "one" / "joint", tmp_path / "one" / "joint" / EMA)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -156,54 +144,39 @@ class Stopping(TensorSource):
             yield batch
 
 
-def interrupted(world, out, name):
+def interrupted(world, out, training=TRAINING):
     with pytest.raises(Stopped):
-        trained(world, out, name, source=Stopping(IMAGES, LABELS, 8, 0))
+        trained(world, out, "tnt", training, Stopping(IMAGES, LABELS, 8, 0))
 
 
-def slowly_saved(world, out):
-    """The main process takes its time to save, and the other one must not end meanwhile."""
+OPEN = replace(TRAINING, parts=None)
+
+
+def stop_and_go_on(world, root):
+    """Trainings that are interrupted, and one that another number of processes began."""
 
     def slow(*given):
-        time.sleep(1)
+        time.sleep(0.5)  # the main process takes its time to save, and the other one must not end meanwhile
         save_state(*given)
 
     runs.save_state = slow
-    source = Stopping(IMAGES, LABELS, 8, 0)
-    with pytest.raises(Stopped):
-        train_run(reduce_(make("plain"), CONFIGS["tnt"]), source, TRAINING, out, world=world, progress=False)
-    assert read_metadata(out / STATE)["step"] == "4"
-
-
-def test_none_ends_before_the_state_is_saved(tmp_path):
-    together(2, slowly_saved, tmp_path / "run")
-
-
-def open_parts(world, out, name, resume):
-    training = replace(TRAINING, parts=None)
-    if not resume:
-        with pytest.raises(Stopped):
-            trained(world, out, name, training, Stopping(IMAGES, LABELS, 8, 0))
-    else:
-        trained(world, out, name, training, resume=True)
+    interrupted(world, root / "from two")
+    assert read_metadata(root / "from two" / STATE)["step"] == "4"
+    runs.save_state = save_state
+    interrupted(world, root / "open", OPEN)
+    trained(world, root / "from one", "tnt", resume=True)
 
 
 def test_another_number_of_processes_goes_on(tmp_path):
+    """Also where the parts were left open: they stay as they were begun."""
     trained(ALONE, tmp_path / "one", "tnt")
-    together(2, interrupted, tmp_path / "from two", "tnt")
+    interrupted(ALONE, tmp_path / "from one")
+    together(2, stop_and_go_on, tmp_path)
     trained(ALONE, tmp_path / "from two", "tnt", resume=True)
-    interrupted(ALONE, tmp_path / "from one", "tnt")
-    together(2, trained, tmp_path / "from one", "tnt", TRAINING, None, True)
-    for out in ("from two", "from one"):
-        assert same(tmp_path / "one", tmp_path / out) and lines(tmp_path / "one") == lines(tmp_path / out)
-
-
-def test_parts_that_were_left_open_stay_as_they_were_begun(tmp_path):
-    trained(ALONE, tmp_path / "one", "tnt")
-    together(2, open_parts, tmp_path / "two", "tnt", False)
-    open_parts(ALONE, tmp_path / "two", "tnt", True)
-    assert same(tmp_path / "one", tmp_path / "two")
-    assert json.loads(read_metadata(tmp_path / "two" / "reducer.safetensors")["made_by"])["training"]["parts"] == 2
+    trained(ALONE, tmp_path / "open", "tnt", OPEN, resume=True)
+    for out in ("from two", "from one", "open"):
+        assert same(tmp_path / "one", tmp_path / out) and lines(tmp_path / "one") == lines(tmp_path / out), out
+    assert json.loads(read_metadata(tmp_path / "open" / "reducer.safetensors")["made_by"])["training"]["parts"] == 2
 
 
 def test_parts_are_shared_evenly_or_refused():
@@ -214,17 +187,6 @@ def test_parts_are_shared_evenly_or_refused():
         Training(batch_size=8, parts=3)
     share = Trainer(model, Training(batch_size=12, parts=6), 1, World(1, 3)).share
     assert share == (6, (1, 4))
-
-
-def fails(world, out):
-    (out / "run").mkdir(exist_ok=True)
-    (out / "run" / "log.jsonl").write_text("{}")
-    with pytest.raises(UsageError, match="holds a training already"):
-        trained(world, out / "run", "tnt")
-
-
-def test_what_the_main_process_refuses_ends_all(tmp_path):
-    together(2, fails, tmp_path)
 
 
 # Evaluating
@@ -242,24 +204,23 @@ def folder(tmp_path_factory):
     return root
 
 
-def evaluated(world, folder, out, config):
-    model = make("plain")
-    photos = labelled_photos(folder, model)
-    found = evaluate(
-        reduce_(model, config), photos, batch_size=3, workers=0, on_bad_image="skip", world=world, progress=False
-    )
-    figures = {name: value for name, value in found.to_dict().items() if name != "images_per_s"}
-    (out / f"{world.size}-{world.rank}.json").write_text(json.dumps([figures, found.bad]))
+def evaluated(world, folder, out):
+    for number, config in enumerate((TNT(at=2), ATS(at=(3, 4)))):
+        model = make("plain")
+        photos = labelled_photos(folder, model)
+        found = evaluate(
+            reduce_(model, config), photos, batch_size=3, workers=0, on_bad_image="skip", world=world, progress=False
+        )
+        figures = {name: value for name, value in found.to_dict().items() if name != "images_per_s"}
+        (out / f"{world.size}-{world.rank}-{number}.json").write_text(json.dumps([figures, found.bad]))
 
 
-@pytest.mark.parametrize("config", [TNT(at=2), ATS(at=(3, 4))], ids=["tnt", "ats"])
-@pytest.mark.parametrize("size", [2, 7])
-def test_several_processes_evaluate_to_the_figures_of_one(tmp_path, folder, config, size):
-    if size == 7 and isinstance(config, ATS):
-        pytest.skip("two batches less than processes are tried with the other method")
-    evaluated(ALONE, folder, tmp_path, config)
-    together(size, evaluated, folder, tmp_path, config)
-    expected = json.loads((tmp_path / "1-0.json").read_text())
-    assert expected[0]["images"] == 13 and expected[0]["skipped"] == 1
-    for rank in range(size):
-        assert json.loads((tmp_path / f"{size}-{rank}.json").read_text()) == expected
+@pytest.mark.parametrize("size", [2, pytest.param(7, marks=pytest.mark.wide)])  # two more than there are batches
+def test_several_processes_evaluate_to_the_figures_of_one(tmp_path, folder, size):
+    evaluated(ALONE, folder, tmp_path)
+    together(size, evaluated, folder, tmp_path)
+    for number in (0, 1):
+        expected = json.loads((tmp_path / f"1-0-{number}.json").read_text())
+        assert expected[0]["images"] == 13 and expected[0]["skipped"] == 1
+        for rank in range(size):
+            assert json.loads((tmp_path / f"{size}-{rank}-{number}.json").read_text()) == expected

@@ -16,7 +16,8 @@ from tntprune.system.memory import lack_of_memory
 
 
 @pytest.fixture
-def photos(tmp_path):
+def photos(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # torch waits so long for a reader
     for digit in range(10):
         (tmp_path / str(digit)).mkdir()
         Image.new("L", (32, 32)).save(tmp_path / str(digit) / "a.png")

@@ -20,7 +20,7 @@ from tntprune.data.folders import class_folders
 from tntprune.errors import UsageError, UserError
 from tntprune.serialization.checkpoint import load_
 from tntprune.system.storage import read_weights
-from tntprune.training.pretraining import classes_of, untrained
+from tntprune.training.pretraining import classes_in, untrained
 from tntprune.training.recipes import changed, scratch
 from tntprune.training.trainer import Trainer
 
@@ -72,7 +72,7 @@ def same(first, second):
 def learned(photos, tmp_path_factory):
     """A training that tells the colours apart."""
     out = tmp_path_factory.mktemp("learned") / "run"
-    options = ["--epochs", 15, "--lr", 2e-3, "--ema", 0.5, "--drop-path", 0, "--repeats", 1, "--crop", 0.8]
+    options = ["--epochs", 10, "--lr", 3e-3, "--ema", 0.5, "--drop-path", 0, "--repeats", 1, "--crop", 0.8]
     assert main(command(photos, out, *options, *PLAIN, "--val", photos / "val")) == 0
     return out
 
@@ -179,15 +179,15 @@ def test_classes_are_the_folders_unless_it_is_said_otherwise(photos, tmp_path, c
 
 def test_of_a_data_set_the_classes_have_to_be_told(photos):
     names = sorted(path.name for path in (photos / "val").iterdir())
-    assert classes_of(str(photos), "train") == classes_of(str(photos / "val")) == (CLASSES, names)
-    assert classes_of(str(photos / "val"), given=CLASSES) == (CLASSES, names)
-    assert classes_of(str(photos / "val"), given=9) == (9, []) and classes_of("hfds/beans", given=3) == (3, [])
+    assert classes_in(str(photos), "train") == classes_in(str(photos / "val")) == (CLASSES, names)
+    assert classes_in(str(photos / "val"), given=CLASSES) == (CLASSES, names)
+    assert classes_in(str(photos / "val"), given=9) == (9, []) and classes_in("hfds/beans", given=3) == (3, [])
     with pytest.raises(UsageError, match=r"hfds/beans: .* expected their number, --num-classes"):
-        classes_of("hfds/beans")
+        classes_in("hfds/beans")
     with pytest.raises(UsageError, match="num_classes=0"):
-        classes_of(str(photos), given=0)
+        classes_in(str(photos), given=0)
     with pytest.raises(UserError, match="no such folder"):
-        classes_of(str(photos / "missing"))
+        classes_in(str(photos / "missing"))
 
 
 def test_imagenet_folders_are_its_classes_where_they_are_to_be(tmp_path, call):
@@ -205,8 +205,10 @@ def test_imagenet_folders_are_its_classes_where_they_are_to_be(tmp_path, call):
 # Interrupted, in parts, in several processes
 
 
-def full(photos, out, *more):
-    return command(photos, out, "--epochs", 3, "--micro-batches", 2, "--save-every", 2, *more)  # every augmentation
+def full(photos, out, *more, epochs=3):
+    return command(
+        photos, out, "--epochs", epochs, "--micro-batches", 2, "--save-every", 2, *more
+    )  # every augmentation
 
 
 def rank(world, arguments):
@@ -217,8 +219,8 @@ def rank(world, arguments):
 
 def test_two_processes_with_the_whole_recipe_train_what_one_does(photos, tmp_path):
     val = ["--val", str(photos / "val")]
-    assert main(full(photos, tmp_path / "one", *val)) == 0
-    together(2, rank, full(photos, tmp_path / "two", *val))
+    assert main(full(photos, tmp_path / "one", *val, epochs=1)) == 0
+    together(2, rank, full(photos, tmp_path / "two", *val, epochs=1))
     assert lines(tmp_path / "one") == lines(tmp_path / "two")
     for folder in (".", "best", "ema"):
         assert same(*(tmp_path / name / folder / "model.safetensors" for name in ("one", "two")))

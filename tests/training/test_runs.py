@@ -26,7 +26,7 @@ from tntprune.methods import TNT
 from tntprune.reduce import reduce_
 from tntprune.serialization.checkpoint import load_
 from tntprune.system.storage import read_metadata, read_weights
-from tntprune.training import run_log
+from tntprune.training import run_folder
 from tntprune.training.calibrate import calibrate_, photo_source
 from tntprune.training.config import Training
 from tntprune.training.recipes import Recipe
@@ -325,8 +325,17 @@ def train_and_die(out, save, moment):
     run(out)
 
 
-@pytest.mark.parametrize("moment", ["half written", "written", "renamed"])
-@pytest.mark.parametrize("save", [1, 2, 4])  # the first, one that replaces another, and the reducer's
+SAVES, MOMENTS = (1, 2, 4), ("half written", "written", "renamed")  # the first, one that replaces it, the reducer's
+
+
+@pytest.mark.parametrize(
+    ("save", "moment"),
+    [
+        pytest.param(save, moment, marks=[pytest.mark.wide] * (SAVES.index(save) != MOMENTS.index(moment)))
+        for save in SAVES
+        for moment in MOMENTS
+    ],
+)
 def test_killed_in_a_save(tmp_path, straight, save, moment):
     process = processes.Process(target=train_and_die, args=(tmp_path, save, moment))
     process.start()
@@ -465,7 +474,7 @@ def test_a_full_disk_under_the_log(stopped, straight, monkeypatch):
     def full(path, *mode, **options):
         return open("/dev/full", *mode, **options)
 
-    monkeypatch.setattr(run_log, "open", full, raising=False)
+    monkeypatch.setattr(run_folder, "open", full, raising=False)
     with pytest.raises(
         UserError, match=r"log\.jsonl: cannot be written \(No space left on device\); continue with --resume"
     ):

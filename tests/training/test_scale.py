@@ -20,6 +20,7 @@ from tntprune.methods import from_dict
 from tntprune.system.storage import read_metadata, read_weights
 from tntprune.training.recipes import published
 
+pytestmark = pytest.mark.wide
 CLASSES, STEPS = 1000, 8
 BATCH = 248  # four in an epoch, in two parts of an even number of images
 

@@ -272,7 +272,7 @@ def test_cross_entropy_of_a_distilled_model_is_that_of_the_cls_head():
 
 
 def test_the_divergence_falls_on_digits():
-    images, others = cluttered_digits("train")[0][:384].split((256, 128))
+    images, others = cluttered_digits("train")[0][:320].split((256, 64))
     model = reduce_(digits_vit(), TNT(at=2, tokens=16, recipe="relative"))
 
     def divergence():

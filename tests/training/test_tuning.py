@@ -34,10 +34,9 @@ from tntprune.demo.digits import cluttered_digits
 from tntprune.serialization.checkpoint import FILE, WEIGHTS
 from tntprune.system.storage import read_weights
 from tntprune.training.config import RATES, Training
-from tntprune.training.learning import learning
+from tntprune.training.learning import LowRank, learned_parameters, learning
 from tntprune.training.runs import EMA, Stopped, train_run
 from tntprune.training.trainer import Trainer
-from tntprune.training.tuning import LowRank, opened
 
 CONFIG = TNT(at=2, keep=0.4, noise_blocks=2)
 IMAGES, LABELS = photos_for(make("plain"), 8), torch.arange(8) % 7
@@ -174,10 +173,10 @@ def test_low_rank_gradients_are_those_of_autograd():
 
 
 def test_it_learns_to_say_what_the_unpruned_model_says():
-    images, others = cluttered_digits("train")[0][:320].split((256, 64))
+    images, others = cluttered_digits("train")[0][:192].split((128, 64))
     whole = digits_vit()(others).log_softmax(1)
     config = TNT(at=2, tokens=6, recipe="relative")
-    calibrated = calibrate_(reduce_(digits_vit(), config), images, epochs=1, batch_size=32, progress=False)
+    calibrated = calibrate_(reduce_(digits_vit(), config), images, epochs=1, batch_size=16, progress=False)
 
     def divergence(model):
         with torch.no_grad():
@@ -187,7 +186,7 @@ def test_it_learns_to_say_what_the_unpruned_model_says():
     for unfreeze, rate in {"all": 3e-4, "norms": 1e-2, "lowrank": 1e-3}.items():
         model = reduce_(digits_vit(), config)
         reduction_of(model).load_state_dict(reduction_of(calibrated).state_dict())
-        calibrate_(model, images, epochs=2, batch_size=32, unfreeze=unfreeze, backbone_lr=rate, progress=False)
+        calibrate_(model, images, epochs=1, batch_size=16, unfreeze=unfreeze, backbone_lr=rate, progress=False)
         assert divergence(model) < 0.95 * before, unfreeze
 
 
@@ -239,7 +238,7 @@ def test_it_is_resumed_bit_for_bit_and_loads_everywhere(tmp_path, unfreeze):
         plain = make("plain").state_dict()
         assert {n: v.shape for n, v in first.items()} == {n: v.shape for n, v in plain.items()}
         assert {name for name in plain if not torch.equal(first[name], plain[name])} <= set(
-            opened(straight, unfreeze)
+            learned_parameters(straight, True, unfreeze)
         )  # also of the average
     assert torch.equal(load_(make("plain"), tmp_path / "straight")(IMAGES), straight(IMAGES))
     averaged = load_(make("plain"), tmp_path / "straight" / EMA)

@@ -21,9 +21,8 @@ from tntprune.data.augment import Augmentation
 from tntprune.data.folders import Photos, input_mode, labelled_photos, transform_for
 from tntprune.errors import UsageError, UserError
 from tntprune.training.config import Training
-from tntprune.training.jobs import train_folder
 from tntprune.training.recipes import Recipe
-from tntprune.training.runs import BEST, EMA, Stopped
+from tntprune.training.runs import BEST, EMA, Stopped, train_folder
 from tntprune.training.trainer import learning
 from tntprune.training.validation import Validation
 

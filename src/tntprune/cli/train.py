@@ -54,8 +54,8 @@ class RunFlags(Sources):
             json: Whether to tell it as JSON.
             given: The rest of what `train_folder` takes.
         """
-        from tntprune.training.jobs import train_folder
         from tntprune.training.run_folder import ended
+        from tntprune.training.runs import train_folder
 
         over = self.resume and ended(given["out"]) is not None
         found = train_folder(built, recipe=recipe, about=about, **vars(self), **given)
@@ -113,7 +113,8 @@ def train(
     from tntprune.system.storage import check_output
     from tntprune.training.config import Training
     from tntprune.training.recipes import Recipe, changed, published, short
-    from tntprune.training.runs import BEST, EMA
+    from tntprune.training.run_folder import EMA
+    from tntprune.training.runs import BEST
 
     reducer, options = reduction.reducer, {**vars(training), "seed": seed}
     tunes = options["unfreeze"] is not None
@@ -178,12 +179,12 @@ def pretrain(
     Several processes: torchrun --nproc-per-node 8 -m tntprune pretrain ...
     """
     from tntprune.system.distributed import join
-    from tntprune.training.pretraining import classes_of, untrained
+    from tntprune.training.pretraining import classes_in, untrained
     from tntprune.training.recipes import changed, scratch
 
     recipe = changed(scratch(), {**vars(training), "backbone_lr": vars(training)["lr"], "seed": seed})
     world = join(device)
-    classes, names = classes_of(data, run.split, num_classes)
+    classes, names = classes_in(data, run.split, num_classes)
     built = untrained(model, recipe, classes, world.device(device), img_size, names)
     about: dict[str, Any] = {"model": model, "classes": classes}
     if img_size is not None:

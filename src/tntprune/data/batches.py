@@ -4,19 +4,50 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from functools import lru_cache
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from tntprune.data.folders import Photos
-from tntprune.data.loading import WHOLE as WHOLE
-from tntprune.data.loading import Keys, StreamKeys, chosen, load
-from tntprune.data.loading import Share as Share
-from tntprune.data.mixing import Mixer, check_even
+from tntprune.data.augment import Mixer, check_even
+from tntprune.data.folders import Photos, Sent
+from tntprune.data.loading import load
 from tntprune.data.streams import Stream
 from tntprune.errors import UsageError, UserError
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
+T = TypeVar("T")
+
+
+class Share(NamedTuple):
+    """What one process works through of each step's batch.
+
+    Args:
+        parts: Equal parts that a batch is cut into. What is in a part, and what is drawn for it, depends on its number
+            alone, and not on the process that works it through.
+        mine: The numbers of this process's.
+    """
+
+    parts: int = 1
+    mine: tuple[int, ...] = (0,)
+
+    def cut(self, items: list[T], part: int) -> list[T]:
+        """Cut out a part of a batch; neighbours go to different parts."""
+        return items[part :: self.parts]
+
+    def check(self, count: int, batch: int, mixer: Mixer | None = None) -> None:
+        """Refuse a batch that cannot be cut into equal parts, or whose parts would be odd and are mixed."""
+        cut = f"batch_size={batch} in {self.parts} parts"
+        if batch % self.parts:
+            raise UsageError(f"{cut}; expected a multiple of {self.parts}")
+        if self.parts > 1 and count < batch:
+            raise UserError(f"{cut}, and only {count} images; expected a smaller batch")
+        if mixer is not None:
+            check_even(min(batch, count) // self.parts)
+
+
+WHOLE = Share()
 
 
 class Source(Protocol):
@@ -28,7 +59,7 @@ class Source(Protocol):
         """Refuse what cannot be worked through in such parts, before anything is begun."""
 
     def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
-        """The images (B, C, H, W) and labels of the steps from `first` up to `last`.
+        """Yield the images (B, C, H, W) and labels of the steps from `first` up to `last`.
 
         Labels are class indices (B,), or the shares of the classes (B, classes) where images are mixed, or None.
 
@@ -36,31 +67,25 @@ class Source(Protocol):
         """
 
 
-def check_share(count: int, batch: int, share: Share, mixer: Mixer | None = None) -> None:
-    """Refuse a batch that cannot be cut into equal parts, or whose parts cannot be mixed.
+def chosen(count: int, batch: int, seed: int, step: int, repeats: int = 1) -> tuple[int, list[int], list[int]]:
+    """Return the epoch of a step, the positions of its batch, and for each which copy of the image it is.
 
-    Raises:
-        UserError: there are not enough images for a whole batch.
-        UsageError: the parts would not be equal, or be odd where they are mixed.
+    Each epoch has a new order, in which an image comes `repeats` times in succession, as in timm's `RepeatAugSampler`;
+    it ends after as many images as there are, without the last, smaller batch.
     """
-    if batch % share.parts:
-        raise UsageError(f"batch_size={batch} in {share.parts} parts; expected a multiple of {share.parts}")
-    if share.parts > 1 and count < batch:
-        raise UserError(f"batch_size={batch} in {share.parts} parts, and only {count} images; expected a smaller batch")
-    if mixer is not None:
-        check_even(min(batch, count) // share.parts)
+    epoch, turn = divmod(step, max(1, count // batch))
+    places = torch.arange(turn * batch, min((turn + 1) * batch, count))
+    return epoch, order(count, seed, epoch)[places // repeats].tolist(), (places % repeats).tolist()
+
+
+@lru_cache(maxsize=1)  # an epoch has many steps
+def order(count: int, seed: int, epoch: int) -> torch.Tensor:
+    """Draw the order (count,) in which an epoch goes through the images."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 class TensorSource:
-    """Images that are in memory.
-
-    Args:
-        images: (n, C, H, W).
-        labels: (n,) or None.
-        batch: Images a step.
-        seed: For the order.
-        mixer: What mixes the images of a batch, if any.
-    """
+    """Images (n, C, H, W) in memory, with labels (n,) or None, in an order that follows from the seed."""
 
     def __init__(
         self, images: torch.Tensor, labels: torch.Tensor | None, batch: int, seed: int, mixer: Mixer | None = None
@@ -75,7 +100,7 @@ class TensorSource:
         self.per_epoch = max(1, len(images) // batch)
 
     def digest(self) -> str:
-        """SHA-256 of the images and labels."""
+        """Return SHA-256 of the images and labels."""
         found = hashlib.sha256()
         for value in [self.images] if self.labels is None else [self.images, self.labels]:
             for part in value.split(1024):
@@ -83,7 +108,7 @@ class TensorSource:
         return found.hexdigest()
 
     def check(self, share: Share) -> None:
-        check_share(len(self.images), self.batch, share, self.mixer)
+        share.check(len(self.images), self.batch, self.mixer)
 
     def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
         self.check(share)
@@ -125,15 +150,33 @@ class PhotoSource:
         self.per_epoch = max(1, len(photos) // batch)
 
     def check(self, share: Share) -> None:
-        check_share(len(self.photos), self.batch, share, self.mixer)
+        share.check(len(self.photos), self.batch, self.mixer)
+
+    def keys(self, first: int, last: int) -> Iterator[list[Any]]:
+        """Yield what to read in each step: positions with their epoch and copy, or the photos of a stream themselves,
+        of which those before the first step are passed over.
+        """
+        found = self.photos.photos
+        for step in range(first, last):
+            if not isinstance(found, Stream):
+                epoch, positions, copies = chosen(len(found), self.batch, self.seed, step, self.repeats)
+                yield [(epoch, *place) for place in zip(positions, copies, strict=True)]
+                continue
+            turn = step % self.per_epoch
+            if turn == 0 or step == first:
+                photos = islice(self.epoch(found, step // self.per_epoch), turn * self.batch, None)
+            yield list(islice(photos, self.batch))
+
+    def epoch(self, stream: Stream, epoch: int) -> Iterator[Sent]:
+        for position, photo in enumerate(stream.photos((self.seed, epoch))):
+            for copy in range(self.repeats):
+                yield Sent(photo, epoch, position, copy)
 
     def batches(self, first: int, last: int, share: Share = WHOLE) -> Iterator[Pair]:
         self.check(share)
-        steps = (self.batch, self.seed, first, last, share, self.repeats)
-        found = self.photos.photos
-        sampler = StreamKeys(found, *steps) if isinstance(found, Stream) else Keys(len(found), *steps)
         turns = ((step, part) for step in range(first, last) for part in share.mine)
-        loader = load(self.photos, sampler, min(self.workers, (last - first) * len(share.mine)), self.pin)
+        keys = (share.cut(whole, part) for whole in self.keys(first, last) for part in share.mine)
+        loader = load(self.photos, keys, min(self.workers, (last - first) * len(share.mine)), self.pin)
         for (step, part), batch in zip(turns, loader, strict=True):
             if batch.bad:
                 raise UserError(batch.bad[0])
@@ -142,9 +185,7 @@ class PhotoSource:
 
 
 class LoaderSource:
-    """The user's own loader, gone through again and again: of images, of (images, labels), or of `pixel_values` and
-    `labels` by name, as transformers has them.
-    """
+    """The user's own loader, gone through again and again; see `pair_in` for what it may give."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -181,10 +222,8 @@ class LoaderSource:
 
 
 def pair_in(item: Any) -> Pair:
-    """The images and labels in what a loader gives: images, (images, labels), or `pixel_values` and `labels` by name.
-
-    Raises:
-        UserError: it is none of these.
+    """Take the images and labels out of what a loader gives: images, (images, labels), or `pixel_values` and `labels`
+    by name, as transformers has them. Anything else is a UserError.
     """
     images, labels = (*item, None, None)[:2] if isinstance(item, list | tuple) else (item, None)
     if isinstance(item, Mapping):

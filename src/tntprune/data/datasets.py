@@ -7,17 +7,24 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from timm.data import create_dataset
 
 from tntprune.data.folders import Photo, all_photos, class_index, classes_of, labelled_photos, photos_in
 from tntprune.data.images import BadImage
-from tntprune.data.streams import Remote, Shards, Stream, number_of, plain_file
+from tntprune.data.photo import PhotoList
+from tntprune.data.streams import Stream, items_of_shards, number_of, plain_file, remote_items
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.checks import is_int
 
 NEEDS = {"hfds": "datasets", "hfids": "datasets", "wds": "webdataset", "torch": "torchvision"}
+EXPECTED = {
+    "hfds": "expected a set with image and label, at hand or on the Hub",
+    "hfids": "expected a set with image and label; where it does not tell how many it has, give samples (--samples)",
+    "wds": "expected a split of its _info.json, or names and number, such as 'train-{0000..0009}.tar|12000'",
+    "torch": "expected a set that torchvision finds in root",
+}
 
 
 def open_photos(
@@ -30,7 +37,7 @@ def open_photos(
     root: Path | None = None,
     samples: int | None = None,
 ) -> Sequence[Photo] | Stream:
-    """Photos by the name of a folder or of a data set.
+    """Open photos by the name of a folder or of a data set.
 
     Args:
         spec: A folder; or "hfds/NAME", a set of Hugging Face datasets, fetched and kept; "hfids/NAME", the same, read
@@ -61,43 +68,46 @@ def open_photos(
         if labelled is None:
             return photos_in(folder, model)
         return labelled_photos(folder, model) if labelled else all_photos(folder)
-    labelled = bool(classes_of(model)) if labelled is None else labelled
     if samples is not None and kind not in ("hfids", "wds"):
         raise UsageError(f"samples={samples}: {kind}/ tells how many photos it has; leave it out")
     if find_spec(NEEDS[kind]) is None:
         raise UserError(f"{spec}: needs {NEEDS[kind]}; install it with: pip install 'tntprune[data]'")
     split = split or ("train" if training else "validation")
-    if kind == "wds":
-        _check_index(str(spec), Path(name))
     opened = _open(str(spec), kind, name, split, root, samples)
     title = f"{spec} {split.split('|')[0]}"
     remote = opened.reader.builder.as_streaming_dataset(split=split) if kind == "hfids" else None
-    numbers = class_numbers(_names(opened if remote is None else remote), model, str(spec)) if labelled else None
+    numbers = None  # the model's class for each class of the data
+    if labelled or (labelled is None and classes_of(model)):
+        names = _names(opened if remote is None else remote)
+        index = class_index(names, model, str(spec), "classes")
+        numbers = [index[name] for name in names] or list(range(classes_of(model)))
     if kind == "wds":
         return _shards(opened.reader, title, numbers)
-    own = () if kind == "torch" else _places(name, root)
+    if kind == "torch":
+        return Listed(partial(_from_torch, opened), title, numbers, len(opened))
+    own = _places(name, root)
     if remote is not None:
-        return Remote(title, opened.reader.num_samples, numbers, remote, own, f"hf://datasets/{name}@")
-    read = partial(_from_torch, opened) if kind == "torch" else partial(_from_table, opened.reader.dataset, own)
-    return Listed(read, title, numbers, len(opened))
+        items = partial(remote_items, title, remote, own, f"hf://datasets/{name}@")
+        return Stream(title, opened.reader.num_samples, numbers, items)
+    return Listed(partial(_from_table, opened.reader.dataset, own), title, numbers, len(opened))
 
 
 def _open(spec: str, kind: str, name: str, split: str, root: Path | None, samples: int | None) -> Any:
-    """What timm opens.
-
-    Raises:
-        UserError: it cannot.
-    """
-    where: dict[str, Any] = {"root": name if kind == "wds" else root}
+    """Have timm open a data set."""
     if kind == "torch" and root is None:
         raise UserError(f"{spec}: needs the folder it lies in; give root (--root)")
-    if kind in ("wds", "hfids"):
-        where |= {"num_samples": samples}
+    if kind == "wds":
+        if not Path(name).is_dir():
+            raise UserError(f"{spec}: no such folder; {EXPECTED['wds']}")
+        for index in (Path(name, "_info.json"), Path(name, "info.json")):
+            if index.exists() and not index.is_file():
+                raise UserError(f"{index}: not a regular file; expected webdataset's index")
+    where: dict[str, Any] = {"num_samples": samples} if kind in ("wds", "hfids") else {}
     logger = logging.getLogger("timm.data.readers.reader_wds")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns that there is no _info.json also where the split makes up for it
     try:
-        opened = create_dataset(spec, split=split, **where)
+        opened = create_dataset(spec, split=split, root=name if kind == "wds" else root, **where)
     except Exception as error:  # each library raises its own
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{spec}: {split} cannot be opened ({reason[:200]}); {EXPECTED[kind]}") from None
@@ -111,38 +121,19 @@ def _open(spec: str, kind: str, name: str, split: str, root: Path | None, sample
     return opened
 
 
-EXPECTED = {
-    "hfds": "expected a set with image and label, at hand or on the Hub",
-    "hfids": "expected a set with image and label; where it does not tell how many it has, give samples (--samples)",
-    "wds": "expected a split of its _info.json, or names and number, such as 'train-{0000..0009}.tar|12000'",
-    "torch": "expected a set that torchvision finds in root",
-}
-
-
 def _names(opened: Any) -> list[str]:
-    """The names of a data set's classes, where it has them: of torchvision, of Hugging Face, or of timm's reader."""
+    """Name a data set's classes, where it has names: of torchvision, of Hugging Face, or of timm's reader."""
     features = getattr(getattr(opened, "reader", None), "dataset", opened)
     label = (getattr(features, "features", None) or {}).get("label")
     found = getattr(opened, "wnids", None) or getattr(opened, "classes", None) or getattr(label, "names", None)
     return [str(name) for name in found or []]
 
 
-def class_numbers(names: list[str], model: Any, spec: str) -> list[int]:
-    """The model's class for each class of a data set; where those have no names, they are the model's own.
-
-    Raises:
-        UserError: they are not the model's classes.
-    """
-    index = class_index(names, model, spec, "classes")
-    return [index[name] for name in names] if names else list(range(classes_of(model)))
-
-
-class Listed(Sequence[Photo]):
-    """Photos of a data set, read from it when they are asked for; a slice of them is no more than a list of positions.
+class Listed(PhotoList):
+    """Photos of a data set, read from it when they are asked for.
 
     Args:
-        read: From a position to an image, or its bytes, or its file, and its label; it is sent to the processes that
-            read.
+        read: From a position to an image, or its bytes, or its file, and its label; sent to the processes that read.
         title: For messages.
         numbers: The model's class for each class of the data; None where labels are not asked for.
         count: How many there are.
@@ -151,26 +142,15 @@ class Listed(Sequence[Photo]):
     def __init__(
         self, read: Callable[[int], tuple[Any, Any]], title: str, numbers: list[int] | None, count: int
     ) -> None:
-        self.read, self.title, self.numbers, self.positions = read, title, numbers, range(count)
+        self.read, self.title, self.numbers, self.length = read, title, numbers, count
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return self.length
 
-    @overload
-    def __getitem__(self, index: int) -> Photo: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Listed: ...
-
-    def __getitem__(self, index: int | slice) -> Photo | Listed:
-        positions = self.positions[index]
-        if isinstance(positions, range):
-            part = Listed(self.read, self.title, self.numbers, 0)
-            part.positions = positions
-            return part
-        name = f"{self.title} photo {positions}"
+    def photo(self, place: int) -> Photo:
+        name = f"{self.title} photo {place}"
         try:
-            image, label = self.read(positions)
+            image, label = self.read(place)
         except Exception as error:  # files that are gone, and images that a library fails to decode
             raise BadImage(f"{name}: cannot be read ({str(error) or type(error).__name__})") from None
         try:
@@ -193,7 +173,7 @@ def _from_torch(opened: Any, position: int) -> tuple[Any, Any]:
 
 
 def _places(name: str, root: Path | None) -> tuple[Path, ...]:
-    """The folders in which the files of a set of Hugging Face datasets lie: its own folder and the caches."""
+    """List the folders in which the files of a set of Hugging Face datasets lie: its own folder and the caches."""
     import datasets
     import huggingface_hub
 
@@ -202,25 +182,8 @@ def _places(name: str, root: Path | None) -> tuple[Path, ...]:
     return tuple(Path(folder).resolve() for folder in folders)
 
 
-def _check_index(spec: str, folder: Path) -> None:
-    """Refuse a place that is no local folder, or whose index is not a regular file.
-
-    Raises:
-        UserError: naming the place.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{spec}: no such folder; {EXPECTED['wds']}")
-    for name in ("_info.json", "info.json"):
-        if (folder / name).exists() and not (folder / name).is_file():
-            raise UserError(f"{folder / name}: not a regular file; expected webdataset's index")
-
-
-def _shards(reader: Any, title: str, numbers: list[int] | None) -> Shards:
-    """The shards of webdataset. Their names come from a file, so each must be a regular file in the folder.
-
-    Raises:
-        UserError: one is not, or the index is broken.
-    """
+def _shards(reader: Any, title: str, numbers: list[int] | None) -> Stream:
+    """Open the shards of webdataset. Their names come from a file, so each must be a regular file in the folder."""
     info, count = reader.split_info, reader.num_samples
     if not is_int(count) or count < 1 or not isinstance(info.alt_label, str):
         raise UserError(f"{title}: a broken index; expected num_samples as a whole number and alt_label as text")
@@ -229,4 +192,5 @@ def _shards(reader: Any, title: str, numbers: list[int] | None) -> Shards:
         shards = [str(plain_file(str(root / str(name)), (root,))) for name in info.filenames]
     except OSError as error:
         raise UserError(f"{title}: {error}; expected tar files in {root}") from None
-    return Shards(title, count, numbers, shards, reader.input_key.split(";"), info.alt_label)
+    items = partial(items_of_shards, shards, reader.input_key.split(";"), info.alt_label)
+    return Stream(title, count, numbers, items)

@@ -46,69 +46,59 @@ def read_image(
         name: For messages, where there is no file.
 
     Raises:
-        BadImage: it is missing, empty, truncated, no image, of more than 100 megapixels, one side is more than 100
-            times the other, or it has 32 bits a channel.
+        BadImage: it is missing, empty, truncated, no image, of more than `MAX_PIXELS`, one side is more than
+            `MAX_RATIO` times the other, or it has 32 bits a channel.
     """
     name = name or (str(source) if isinstance(source, Path) else "an image")
     try:
         if isinstance(source, Image.Image):
-            return _whole(name, source, mode, upright)
-        with _open(name, source) as image:
-            return _whole(name, image, mode, upright)
-    except UnidentifiedImageError:
-        raise BadImage(f"{name}: not an image that can be read; expected {', '.join(FORMATS)}") from None
-    except Image.DecompressionBombError:
-        raise BadImage(f"{name}: too many pixels; expected at most {MAX_PIXELS // 10**6} megapixels") from None
+            return _whole(source, mode, upright)
+        with _open(source) as image:
+            return _whole(image, mode, upright)
     except MemoryError:
         raise  # says nothing about the image
+    except BadImage as refusal:
+        told = str(refusal)
+    except UnidentifiedImageError:
+        told = f"not an image that can be read; expected {', '.join(FORMATS)}"
+    except Image.DecompressionBombError:
+        told = f"too many pixels; expected at most {MAX_PIXELS // 10**6} megapixels"
     except Exception as error:  # Pillow's decoders raise a dozen kinds on broken files
-        if isinstance(error, BadImage):
-            raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise BadImage(f"{name}: cannot be read ({reason or type(error).__name__}); replace or remove it") from None
+        told = f"cannot be read ({reason or type(error).__name__}); replace or remove it"
+    raise BadImage(f"{name}: {told}")
 
 
-def _open(name: str, source: Path | bytes) -> Image.Image:
+def _open(source: Path | bytes) -> Image.Image:
     if isinstance(source, Path) and source.is_dir():
-        raise BadImage(f"{name}: a folder; expected an image")
+        raise BadImage("a folder; expected an image")
     if (source.stat().st_size if isinstance(source, Path) else len(source)) == 0:
-        raise BadImage(f"{name}: empty file; expected an image")
+        raise BadImage("empty file; expected an image")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is stricter
         return Image.open(source if isinstance(source, Path) else BytesIO(source), formats=FORMATS)
 
 
-def _whole(name: str, image: Image.Image, mode: Literal["RGB", "L"], upright: bool) -> Image.Image:
+def _whole(image: Image.Image, mode: Literal["RGB", "L"], upright: bool) -> Image.Image:
     width, height = image.size
     if width * height > MAX_PIXELS:
-        raise BadImage(f"{name}: {width} x {height} pixels; expected at most {MAX_PIXELS // 10**6} megapixels")
+        raise BadImage(f"{width} x {height} pixels; expected at most {MAX_PIXELS // 10**6} megapixels")
     if max(width, height) > MAX_RATIO * min(width, height):
-        raise BadImage(f"{name}: {width} x {height} pixels; expected sides of at most {MAX_RATIO} to 1")
+        raise BadImage(f"{width} x {height} pixels; expected sides of at most {MAX_RATIO} to 1")
     image.load()
     whole: Image.Image = ImageOps.exif_transpose(image) if upright else image
-    sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
-    return _convert(name, whole, mode, sixteen)
-
-
-def _convert(name: str, image: Image.Image, mode: Literal["RGB", "L"], sixteen: bool) -> Image.Image:
-    if sixteen:
-        scaled = np.asarray(image, dtype=np.float32) / 257  # 65535 becomes 255
-        image = Image.fromarray(scaled.round().astype(np.uint8))
-    elif image.mode in ("I", "F"):
-        raise BadImage(f"{name}: 32 bits a channel; expected 8 or 16, so convert it first")
-    return image.convert(mode)
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):  # 16 bits: 65535 becomes 255
+        whole = Image.fromarray((np.asarray(whole, dtype=np.float32) / 257).round().astype(np.uint8))
+    elif whole.mode in ("I", "F"):
+        raise BadImage("32 bits a channel; expected 8 or 16, so convert it first")
+    return whole.convert(mode)
 
 
 def find_images(folder: Path) -> list[Path]:
-    """The image files under a folder, by their suffixes, in a fixed order; hidden files and folders are passed over.
-
-    Raises:
-        UserError: the folder is missing or holds no image.
-    """
+    """Find the image files under a folder, in order, but for hidden ones; a UserError says that there are none."""
     if not folder.is_dir():
-        raise UserError(
-            f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; expected one with images"
-        )
+        what = "not a folder" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {what}; expected one with images")
     found = sorted(_walk(folder))
     if not found:
         raise UserError(f"{folder}: no images in it; expected files ending in {', '.join(sorted(SUFFIXES))}")
@@ -116,7 +106,7 @@ def find_images(folder: Path) -> list[Path]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Links are followed, for class folders often are some, but not back to a folder that we are in."""
+    """Follow links, for class folders often are some, but not back to a folder that we are in."""
     seen: Counter[Node] = Counter()
     waiting: list[tuple[str, frozenset[Node]]] = [(str(folder), frozenset())]
     while waiting:
@@ -135,21 +125,14 @@ def _walk(folder: Path) -> Iterator[Path]:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if _is_folder(entry):
+            try:
+                below = entry.is_dir()
+            except OSError as error:
+                if error.errno != errno.ELOOP:  # a link to itself; with an image's ending it is told when it is read
+                    told = f"{entry.path}: cannot be read ({error.strerror}); expected a folder or a file"
+                    raise UserError(told) from None
+                below = False
+            if below:
                 waiting.append((entry.path, above | {own}))
             elif Path(entry.name).suffix.lower() in SUFFIXES:
                 yield Path(entry.path)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or leads to one.
-
-    Raises:
-        UserError: that cannot be told.
-    """
-    try:
-        return entry.is_dir()
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return False  # a link to itself; with an image's ending it is told when it is read
-        raise UserError(f"{entry.path}: cannot be read ({error.strerror}); expected a folder or a file") from None

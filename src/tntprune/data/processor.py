@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from PIL import Image
-from torch import nn
 
 from tntprune.backbones.base import find_backbone
 from tntprune.errors import UserError
 
 
-class Pixels(NamedTuple):
-    """What a processor makes of photos.
-
-    Args:
-        size: Rows and columns of its images.
-        mean: Of each channel, for pixels from 0 to 1.
-        std: Of each channel.
-        interpolation: As timm names it.
-    """
-
-    size: tuple[int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str
-
-
 class Processor:
-    """The image processor that lies beside a model's weights, as a transform of one photo at a time.
-
-    Args:
-        model: One of transformers, made by `from_pretrained`.
+    """The image processor that lies beside a transformers model's weights, as a transform of one photo at a time.
 
     Raises:
-        UserError: there is no processor beside the model, or it makes images that the model does not take.
+        UserError: there is no processor beside the model, or it makes images of different sizes, or none that the model
+            takes.
     """
 
     def __init__(self, model: Any) -> None:
@@ -58,19 +39,6 @@ class Processor:
                 "preprocessor_config.json beside the model, or images in a tensor or a DataLoader"
             ) from None
         self.mode = "L" if find_backbone(model).input_size(model)[0] == 1 else "RGB"
-        self.check(model)
-
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        """A photo to pixels (C, H, W), normalised."""
-        pixels: torch.Tensor = self.prepare(images=image, return_tensors="pt")["pixel_values"][0]
-        return pixels
-
-    def check(self, model: nn.Module) -> None:
-        """Refuse a processor whose images differ in size, or are none that the model takes.
-
-        Raises:
-            UserError: they do.
-        """
         wide, high = (self(Image.new(self.mode, size)) for size in ((96, 64), (64, 96)))
         if wide.shape != high.shape:
             raise UserError(
@@ -82,17 +50,20 @@ class Processor:
         except UserError as error:
             raise UserError(f"{self.source}: its image processor makes {error}") from None
 
-    def pixels(self) -> Pixels:
-        """What it makes of photos: measured on a black and a white one."""
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        """Turn a photo into pixels (C, H, W), normalised."""
+        pixels: torch.Tensor = self.prepare(images=image, return_tensors="pt")["pixel_values"][0]
+        return pixels
+
+    def pixels(self) -> dict[str, Any]:
+        """Tell what it makes of photos, measured on a black and a white one, as timm's options of a transform."""
         black, white = (self(Image.new(self.mode, (64, 64), color)) for color in ("black", "white"))
         middle = (slice(None), black.shape[1] // 2, black.shape[2] // 2)
         low, high = black[middle].double(), white[middle].double()
         std = 1 / (high - low)
         resample = getattr(self.prepare, "resample", None)
         name = getattr(resample, "value", resample)  # torchvision's, or Pillow's number
-        return Pixels(
-            size=(black.shape[1], black.shape[2]),
-            mean=tuple((-low * std).tolist()),
-            std=tuple(std.tolist()),
-            interpolation=name if isinstance(name, str) else Image.Resampling(3 if name is None else name).name.lower(),
-        )
+        if not isinstance(name, str):
+            name = Image.Resampling(3 if name is None else name).name.lower()
+        mean = tuple((-low * std).tolist())
+        return {"input_size": tuple(black.shape), "mean": mean, "std": tuple(std.tolist()), "interpolation": name}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +13,35 @@ from tntprune.errors import UserError
 
 BUFFER = 2000  # photos among which the next one is drawn; about 200 MB of ImageNet's
 Item = tuple[str, bytes, Any]  # a name, the bytes of an image, its label
+Key = tuple[int, ...] | None
 
 
-class Stream(ABC):
+class Stream:
     """Photos that come one after another.
 
     Args:
         name: For messages.
         samples: How many there are.
         numbers: The model's class for each class of the data; None where labels are not asked for.
+        items: Yields all there is, in an order that follows from a key, or with None as it lies there.
     """
 
-    def __init__(self, name: str, samples: int, numbers: list[int] | None) -> None:
-        self.name, self.samples, self.numbers = name, samples, numbers
+    def __init__(
+        self, name: str, samples: int, numbers: list[int] | None, items: Callable[[Key], Iterator[Item]]
+    ) -> None:
+        self.name, self.samples, self.numbers, self.items = name, samples, numbers, items
 
     def __len__(self) -> int:
         return self.samples
 
-    @abstractmethod
-    def items(self, key: tuple[int, ...] | None) -> Iterator[Item]:
-        """All there is, in an order that follows from the key, or as it lies there."""
-
-    def photos(self, key: tuple[int, ...] | None = None) -> Iterator[Photo]:
-        """As many photos as there should be, not yet decoded.
-
-        Args:
-            key: What their order follows from; None for the order in which they lie there.
+    def photos(self, key: Key = None) -> Iterator[Photo]:
+        """Yield as many photos as there should be, not yet decoded, in an order that follows from the key.
 
         Raises:
             UserError: the stream breaks off, is too short, or a label is none of the model's classes.
         """
-        count = 0
         items = self.items(key)
-        while count < self.samples:
+        for count in range(self.samples):
             try:
                 name, data, label = next(items)
             except StopIteration:
@@ -58,26 +53,11 @@ class Stream(ABC):
             except Exception as error:  # what tar, the network and the libraries raise
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise UserError(f"{self.name}: breaks off after {count} photos ({reason[:200]})") from None
-            count += 1
-            yield Photo(Path(name), self.label(name, label), data)
-
-    def label(self, name: str, label: Any) -> int:
-        """The model's class.
-
-        Raises:
-            UserError: there is none.
-        """
-        if self.numbers is None:
-            return -1
-        return number_of(label, self.numbers, name)
+            yield Photo(Path(name), -1 if self.numbers is None else number_of(label, self.numbers, name), data)
 
 
 def number_of(label: Any, numbers: list[int], name: str) -> int:
-    """The model's class for a class of the data.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the model's class for a class of the data, or raise a UserError."""
     try:
         index = int(label)
     except (TypeError, ValueError):
@@ -88,11 +68,7 @@ def number_of(label: Any, numbers: list[int], name: str) -> int:
 
 
 def plain_file(path: str, folders: tuple[Path, ...]) -> Path:
-    """Resolve the path of a file that a data set names, which may be anybody's: it must lie in one of the folders.
-
-    Args:
-        path: As the data set has it.
-        folders: Resolved ones.
+    """Resolve the path of a file that a data set names, which may be anybody's: it must lie in one of some folders.
 
     Raises:
         OSError: it is no regular file, or lies elsewhere once links are followed.
@@ -108,41 +84,27 @@ def plain_file(path: str, folders: tuple[Path, ...]) -> Path:
     return real
 
 
-class Shards(Stream):
-    """Tar files of webdataset: each photo is an image and its class, in files of one name.
+def items_of_shards(shards: list[str], suffixes: list[str], field: str, key: Key) -> Iterator[Item]:
+    """Yield what is in tar files of webdataset: images, by their suffixes, and their classes, in files of one name.
 
-    Args:
-        name: For messages.
-        samples: How many photos there are.
-        numbers: See `Stream`.
-        shards: Paths of tar files.
-        suffixes: Of images.
-        field: Of the class in a photo's .json; it is in its .cls where this is empty.
+    The class is in the field of a .json, or in a .cls where no field is named.
     """
+    from webdataset.filters import shuffle
+    from webdataset.tariterators import group_by_keys, tar_file_expander
 
-    def __init__(
-        self, name: str, samples: int, numbers: list[int] | None, shards: list[str], suffixes: list[str], field: str
-    ) -> None:
-        super().__init__(name, samples, numbers)
-        self.shards, self.suffixes, self.field = shards, suffixes, field
-
-    def items(self, key: tuple[int, ...] | None) -> Iterator[Item]:
-        from webdataset.filters import shuffle
-        from webdataset.tariterators import group_by_keys, tar_file_expander
-
-        shards, rng = list(self.shards), random.Random(repr(key))
-        if key is not None:
-            rng.shuffle(shards)
-        samples = group_by_keys(tar_file_expander(_opened(shards)))
-        if key is not None:
-            samples = shuffle(BUFFER, initial=BUFFER, rng=rng)(samples)
-        for sample in samples:
-            name = f"{Path(sample['__url__']).name}/{sample['__key__']}"
-            suffix = next((suffix for suffix in self.suffixes if suffix in sample), None)
-            if suffix is None:
-                raise UserError(f"{name}: has no image; expected one of {', '.join(self.suffixes)}")
-            label = json.loads(sample.get("json", b"{}")).get(self.field) if self.field else sample.get("cls")
-            yield f"{name}.{suffix}", sample[suffix], label
+    shards, rng = list(shards), random.Random(repr(key))
+    if key is not None:
+        rng.shuffle(shards)
+    samples = group_by_keys(tar_file_expander(_opened(shards)))
+    if key is not None:
+        samples = shuffle(BUFFER, initial=BUFFER, rng=rng)(samples)
+    for sample in samples:
+        name = f"{Path(sample['__url__']).name}/{sample['__key__']}"
+        suffix = next((suffix for suffix in suffixes if suffix in sample), None)
+        if suffix is None:
+            raise UserError(f"{name}: has no image; expected one of {', '.join(suffixes)}")
+        label = json.loads(sample.get("json", b"{}")).get(field) if field else sample.get("cls")
+        yield f"{name}.{suffix}", sample[suffix], label
 
 
 def _opened(shards: list[str]) -> Iterator[dict[str, Any]]:
@@ -152,52 +114,38 @@ def _opened(shards: list[str]) -> Iterator[dict[str, Any]]:
             yield {"url": shard, "stream": stream}
 
 
-class Remote(Stream):
-    """A set of Hugging Face datasets, read from where it is without being fetched as a whole.
+def remote_items(title: str, data: Any, folders: tuple[Path, ...], origin: str, key: Key) -> Iterator[Item]:
+    """Yield what is in a set of Hugging Face datasets, read from where it is without being fetched as a whole.
 
     Args:
-        name: For messages.
-        samples: How many photos there are.
-        numbers: See `Stream`.
+        title: For messages.
         data: datasets' IterableDataset with `image` and `label`.
         folders: Where its files lie on this machine.
         origin: What the addresses of its files on the Hub begin with.
+        key: See `Stream`.
     """
+    import datasets
 
-    def __init__(
-        self, name: str, samples: int, numbers: list[int] | None, data: Any, folders: tuple[Path, ...], origin: str
-    ) -> None:
-        import datasets
+    data = data.cast_column("image", datasets.Image(decode=False))
+    if key is not None:
+        data = data.shuffle(seed=random.Random(repr(key)).getrandbits(32), buffer_size=BUFFER)
+    for number, sample in enumerate(data):
+        image = sample["image"] or {}
+        content = image.get("bytes")
+        if content is None:
+            content = _fetched(str(image["path"]), folders, origin)
+        yield f"{title} {image.get('path') or f'photo {number}'}", content, sample.get("label")
 
-        super().__init__(name, samples, numbers)
-        self.folders, self.origin = folders, origin
-        self.data = data.cast_column("image", datasets.Image(decode=False))
 
-    def items(self, key: tuple[int, ...] | None) -> Iterator[Item]:
-        data = self.data
-        if key is not None:
-            data = data.shuffle(seed=random.Random(repr(key)).getrandbits(32), buffer_size=BUFFER)
-        for number, sample in enumerate(data):
-            image = sample["image"] or {}
-            name = f"{self.name} {image.get('path') or f'photo {number}'}"
-            content = image.get("bytes")
-            if content is None:
-                content = self.fetch(str(image["path"]))
-            yield name, content, sample.get("label")
+def _fetched(path: str, folders: tuple[Path, ...], origin: str) -> bytes:
+    """Read an image that is a file of its own, here, on the Hub or in a zip archive, or raise an OSError."""
+    import fsspec
 
-    def fetch(self, path: str) -> bytes:
-        """Read an image that the set names by its path: a file of its own, here, on the Hub or in an archive.
-
-        Raises:
-            OSError: it is none of these.
-        """
-        import fsspec
-
-        *inner, outer = path.split("::")
-        if any(not link.startswith("zip://") for link in inner):
-            raise OSError(f"{path} is neither a file nor in a zip archive, and is not opened")
-        if not outer.startswith(self.origin):
-            outer = str(plain_file(outer, self.folders))
-        with fsspec.open("::".join([*inner, outer])) as file:
-            content: bytes = file.read()
-        return content
+    *inner, outer = path.split("::")
+    if any(not link.startswith("zip://") for link in inner):
+        raise OSError(f"{path} is neither a file nor in a zip archive, and is not opened")
+    if not outer.startswith(origin):
+        outer = str(plain_file(outer, folders))
+    with fsspec.open("::".join([*inner, outer])) as file:
+        content: bytes = file.read()
+    return content

@@ -12,7 +12,7 @@ from tntprune.paper.cost import Task
 from tntprune.paper.entries import Agenda
 from tntprune.paper.names import LEARNERS
 from tntprune.system.distributed import ALONE, World
-from tntprune.training.run_log import LOG, read_log
+from tntprune.training.run_folder import LOG, read_log
 
 if TYPE_CHECKING:
     from tntprune.training.recipes import Recipe
@@ -92,7 +92,7 @@ def train(
     from tntprune.errors import UsageError
     from tntprune.reduce import reduce_
     from tntprune.serialization.checkpoint import FILE
-    from tntprune.training.jobs import train_folder
+    from tntprune.training.runs import train_folder
 
     found = {(model, name): folder(trainings, model, name) for model, name in plan.trainings}
     missing = {key: out for key, out in found.items() if not (out / FILE).is_file()}

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ LARGEST = 32 << 20  # bytes: the largest block that glibc's malloc learns to kee
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -40,8 +41,7 @@ def in_turns(
 ) -> list[Times]:
     """Time calls against each other: all of them once a round, each round begun with another one.
 
-    Whatever slows the machine down for a while then slows all of them down. On CPU memory is kept from call to call,
-    as in a process that has served for a while: `keep_memory`.
+    Whatever slows the machine down for a while then slows all of them down. See `keep_memory` for CPU.
 
     Args:
         calls: What to time.
@@ -77,15 +77,15 @@ def keep_memory(device: torch.device) -> None:
 
 
 def summary(milliseconds: Sequence[float]) -> Times:
-    """Median and the tenths at both ends."""
+    """Return the median and the tenths at both ends."""
     tenths = quantiles(milliseconds, n=10, method="inclusive")
     return Times(tenths[4], tenths[0], tenths[8], tuple(milliseconds))
 
 
 def peak_memory(call: Callable[[], Any], device: torch.device) -> int | None:
-    """The most bytes that one call had allocated at a time, beside what was there before; None where it is not known.
+    """Return the most bytes that a call had allocated at a time, beside what was there before; None if it is not known.
 
-    On CUDA the allocator tells; on CPU every allocation and release of torch's is followed through one call.
+    On CUDA the allocator tells; on CPU torch's profiler follows every allocation and release through one call.
     """
     if device.type == "cuda":
         wait(device)
@@ -99,35 +99,27 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> int | None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with _silence(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         call()
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in profile.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    now = most = 0
-    for _, change in sorted(changes, key=lambda pair: pair[0]):
-        now += change
-        most = max(most, now)
-    return most
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate((int(event.nbytes()) for event in events), initial=0))
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing on standard error, where torch's profiler tells of every start and stop, past Python."""
+    """Close standard error for a while: torch's profiler tells of every start and stop, past Python."""
     sys.stderr.flush()
     try:
         kept = os.dup(2)
     except OSError:  # there is no standard error
         yield
         return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 2)
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
         yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-        os.close(nowhere)
 
 
 class Watch:
@@ -145,29 +137,28 @@ class Watch:
         end = self._now()
         if begin is None or end is None:
             self.told = False
-            return
-        wall, all_, own = (b - a for a, b in zip(begin, end, strict=True))
-        self.wall, self.used = self.wall + wall, self.used + all_ - own
+        else:
+            wall, used = (b - a for a, b in zip(begin, end, strict=True))
+            self.wall, self.used = self.wall + wall, self.used + used
 
     def others(self) -> float | None:
-        """Processors, on average, that somebody else used meanwhile; None where it cannot be told."""
+        """Return how many processors somebody else used meanwhile, on average; None where it cannot be told."""
         return max(0.0, self.used / self.wall) if self.told and self.wall else None
 
     @staticmethod
-    def _now() -> tuple[float, float, float] | None:
+    def _now() -> tuple[float, float] | None:
+        """Read the clock, and the seconds of processors that others have used."""
         try:
             fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
         except OSError:
             return None
         ticks = [int(field) for field in fields]
         used = sum(ticks[:8]) - ticks[3] - ticks[4]  # all but idle and waiting for disks
-        times = os.times()
-        own = times.user + times.system + times.children_user + times.children_system
-        return time.perf_counter(), used / os.sysconf("SC_CLK_TCK"), own
+        return time.perf_counter(), used / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
 def busy_line(others: float | None) -> str | None:
-    """A line that warns of a busy machine, or None."""
+    """Return a line that warns of a busy machine, or None."""
     if others is None or others <= BUSY:
         return None
     return f"the machine was busy: other programs used {others:.1f} processors; take these times with care"

@@ -11,12 +11,12 @@ import torch
 
 
 def stamp(device: torch.device | str = "cpu") -> str:
-    """Processor or accelerator, threads, versions and date, in one line."""
+    """Tell processor or accelerator, threads, versions and date in one line."""
     return "; ".join(surroundings(device).values())
 
 
 def surroundings(device: torch.device | str = "cpu") -> dict[str, str]:
-    """Hardware, versions and date by these names."""
+    """Return hardware, versions and date by these names."""
     device = torch.device(device)
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
@@ -28,7 +28,7 @@ def surroundings(device: torch.device | str = "cpu") -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's own name for itself, or the machine's architecture where there is none."""
+    """Return the processor's own name for itself, or the machine's architecture where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -9,12 +9,7 @@ KILLED = ("exited unexpectedly", "killed by signal")
 
 
 def lack_of_memory(error: BaseException, flags: Sequence[str] = ()) -> str | None:
-    """Describe an error that a lack of memory raised, in one line; return None for any other.
-
-    Args:
-        error: What was raised.
-        flags: What the user can give smaller, such as "--batch-size".
-    """
+    """Describe an error that a lack of memory raised, with the flags to give smaller; return None for any other."""
     text = str(error).lower()
     less = f"smaller {' or '.join(flags)}" if flags else "a smaller input"
     if isinstance(error, MemoryError) or any(word in text for word in WORDS):

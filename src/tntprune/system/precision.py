@@ -37,7 +37,7 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 
 @contextmanager
 def unfused(modules: list[Any]) -> Iterator[None]:
-    """Attention without the fused kernel, whose backward pass in bfloat16 on a CPU is more than twice as slow."""
+    """Do without the fused kernel of attention, whose backward pass in bfloat16 on a CPU is more than twice as slow."""
     for module in modules:
         module.fused_attn = False
     try:

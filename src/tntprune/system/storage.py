@@ -8,7 +8,7 @@ import os
 import pickle
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -24,11 +24,7 @@ READ = SUFFIXES | {".tar"}  # what is read of a folder of photos
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it.
-
-    Raises:
-        UserError: it cannot be made.
-    """
+    """Make a folder and those above it, or raise a UserError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -59,18 +55,15 @@ def find_target(path: Path) -> Path:
 def check_output(path: Path, inputs: Iterable[Path | str | None] = ()) -> None:
     """Refuse a file that must not or cannot be written, before the work that ends with it.
 
-    Args:
-        path: The file.
-        inputs: Files that the same work reads, and folders of photos.
-
     Raises:
-        UserError: it is one of the inputs or a photo in one of them, no regular file, or its folder cannot be written.
+        UserError: it is one of the inputs of that work or a photo in a folder among them, no regular file, or in a
+            folder that cannot be written.
     """
     target = find_target(path)
     for given in inputs:
-        source = Path(os.path.realpath(given)) if given is not None else None
-        if source is None:
+        if given is None:
             continue
+        source = Path(os.path.realpath(given))
         photo = source in target.parents and target.suffix.lower() in READ and target.exists()
         if photo or source == target or (source.exists() and target.exists() and source.samefile(target)):
             raise UserError(f"{path}: is read too ({given}); expected another name, as no input is overwritten")
@@ -80,28 +73,18 @@ def check_output(path: Path, inputs: Iterable[Path | str | None] = ()) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all: to a temporary name beside it, synced, and renamed.
-
-    Where the path is a link, the file that it leads to gets the data.
+    """Write a file whole or not at all; where the path is a link, the file that it leads to.
 
     Raises:
         UserError: the disk is full, the folder cannot be written, or what is there is no regular file; an older file of
             that name is left as it was.
     """
     target = find_target(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with _new(temporary, like=target) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        _replace(target, lambda file: file.write(data))
         sync_folder(target.parent)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); nothing that was there is lost") from None
-    finally:
-        with suppress(OSError):  # nothing is left of it, or it could not even be opened
-            temporary.unlink(missing_ok=True)
 
 
 def put(made: Path, path: Path) -> None:
@@ -112,33 +95,34 @@ def put(made: Path, path: Path) -> None:
         OSError: it cannot be written.
     """
     target = find_target(path)
-    if made.stat().st_dev != target.parent.stat().st_dev:
-        near = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            with open(made, "rb") as source, _new(near, like=target) as file:
-                shutil.copyfileobj(source, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(near, target)
-        finally:
-            near.unlink(missing_ok=True)
-    else:
+    if made.stat().st_dev == target.parent.stat().st_dev:
         os.replace(made, target)
+        return
+    with open(made, "rb") as source:
+        _replace(target, lambda file: shutil.copyfileobj(source, file))
 
 
-def _new(path: Path, like: Path) -> BinaryIO:
-    """Open a temporary file that was not there, with the permissions of the file whose place it takes."""
-    path.unlink(missing_ok=True)  # of a killed process of the same number
-    file = open(path, "xb")  # noqa: SIM115 - for the caller to close
-    if os.name == "posix" and like.exists():
-        os.fchmod(file.fileno(), stat.S_IMODE(like.stat().st_mode))
-    return file
+def _replace(target: Path, fill: Callable[[BinaryIO], object]) -> None:
+    """Put a new file, filled and synced under a temporary name, in another one's place, with its permissions."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # of a killed process of the same number
+        with open(temporary, "xb") as file:
+            if os.name == "posix" and target.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        with suppress(OSError):  # nothing is left of it, or it could not even be opened
+            temporary.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Let new names in a folder be on the disk too."""
+    """Sync new names in a folder to the disk; not on Windows, where renaming is durable."""
     if os.name != "posix":
-        return  # elsewhere a folder cannot be opened, and renaming is durable
+        return
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -147,10 +131,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def forget_leftovers(path: Path) -> None:
-    """Remove temporary files and folders that killed processes left beside a file of ours.
-
-    Their names hold the process's number; those of processes that still run stay.
-    """
+    """Remove temporary files and folders beside a file of ours whose processes, which they name, run no more."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         number = left.name.removesuffix(".tmp").rpartition(".")[2]
         if number.isdecimal() and not _runs(int(number)):
@@ -160,23 +141,18 @@ def forget_leftovers(path: Path) -> None:
 
 
 def _runs(process: int) -> bool:
-    """Return whether a process of that number exists; True where the system cannot tell."""
-    if os.name != "posix":
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
+    if os.name == "posix":
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
+        except (OSError, OverflowError):
+            pass
     return True
 
 
 def packed(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """A safetensors file that is the same, byte for byte, whenever its content is.
-
-    The library itself writes the metadata in another order each time.
-    """
+    """Make a safetensors file with its metadata in a fixed order: the same, byte for byte, whenever its content is."""
     data: bytes = save(tensors, metadata=metadata)
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
@@ -188,11 +164,7 @@ def packed(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = N
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The text entries of a safetensors file.
-
-    Raises:
-        UserError: it is missing or broken.
-    """
+    """Read the text entries of a safetensors file; a UserError names one that is missing or broken."""
     try:
         with safe_open(path, framework="pt") as file:
             return file.metadata() or {}
@@ -201,9 +173,9 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a .safetensors file, or of a .pth, .pt or .bin that holds nothing but tensors.
+    """Read the tensors of a .safetensors file, or of a .pth, .pt or .bin that holds nothing but tensors.
 
-    A checkpoint of a training is unwrapped: what lies under `model` or `state_dict` is taken.
+    Of another program's checkpoint what lies under `model` or `state_dict` is taken.
 
     Raises:
         UserError: the file is missing, truncated, of another kind, holds code, or has values that are not finite.
@@ -213,11 +185,8 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
             f"{path}: {'not a file' if path.exists() else 'no such file'}; expected weights (.safetensors, .pth)"
         )
     try:
-        loaded = (
-            load_file(path)
-            if path.suffix.lower() == ".safetensors"
-            else torch.load(path, map_location="cpu", weights_only=True)
-        )
+        safe = path.suffix.lower() == ".safetensors"
+        loaded = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(
             f"{path}: holds more than tensors, or is broken, and was not loaded because it could run code; "
@@ -228,19 +197,14 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     for name in ("model", "state_dict"):
         if isinstance(loaded, dict) and isinstance(loaded.get(name), dict):
             loaded = loaded[name]
-    tensors = isinstance(loaded, dict) and loaded and all(isinstance(v, torch.Tensor) for v in loaded.values())
-    if not tensors:
+    if not (isinstance(loaded, dict) and loaded and all(isinstance(v, torch.Tensor) for v in loaded.values())):
         raise UserError(f"{path}: no weights in it; expected tensors by name")
     check_finite(path, loaded)
     return dict(loaded)
 
 
 def check_finite(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse tensors with values that are not finite.
-
-    Raises:
-        UserError: naming the file that they come from, and the first such tensor.
-    """
+    """Refuse tensors of a file with values that are not finite; a UserError names the first."""
     for name, value in tensors.items():
         try:
             if value.is_quantized:
@@ -257,8 +221,8 @@ def check_fits(path: Path, tensors: dict[str, torch.Tensor], wanted: dict[str, t
 
     Args:
         path: The file that they come from.
-        tensors: Finite ones by name.
-        wanted: What they are copied into, by name; on the meta device too. Other names are passed over.
+        tensors: Finite ones by name; names that are not wanted are passed over.
+        wanted: What they are copied into, by name; on the meta device too.
 
     Raises:
         UserError: whole numbers, truth values or complex ones for floats, or values beyond the range of these.
@@ -280,7 +244,7 @@ def _kind(value: torch.Tensor) -> str:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return UserError(
         f"{path}: cannot be read, broken or of another kind ({reason[:120]}); expected a .safetensors file"
     )

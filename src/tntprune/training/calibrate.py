@@ -1,4 +1,4 @@
-"""Training the reduction of a model on tensors, a folder of photos or a loader."""
+"""Train the reduction of a model on tensors, a folder of photos or a loader."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tqdm import tqdm
 
 from tntprune.backbones.attach import device_of, reduction_of
 from tntprune.backbones.base import find_backbone
+from tntprune.data.augment import Mixer
 from tntprune.data.batches import LoaderSource, PhotoSource, Source, TensorSource
 from tntprune.data.datasets import open_photos
 from tntprune.data.folders import Photos, default_workers, input_mode, transform_for
-from tntprune.data.mixing import mixer_for
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.checks import check_whole
 from tntprune.system.distributed import ALONE, World
@@ -40,7 +40,7 @@ def fit(
     progress: bool = True,
     world: World = ALONE,
 ) -> None:
-    """Train from step `first` to the end.
+    """Train a reduced model from step `first` to the end.
 
     Args:
         model: A reduced model.
@@ -62,7 +62,7 @@ def fit(
             "the model was made under torch.inference_mode(), so it cannot be trained; expected one made outside of it"
         )
     calibrated, before = method.calibrated, {name: value.clone() for name, value in method.state_dict().items()}
-    epochs = training.passes(source.per_epoch, reduction_of(model).learners)
+    epochs = training.passes(source.per_epoch, method.learners)
     total = epochs * source.per_epoch
     training = replace(training, epochs=epochs)
     devices = [device_of(model)] if device_of(model).type == "cuda" else []
@@ -72,14 +72,12 @@ def fit(
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        torch.default_generator.manual_seed(
-            training.seed
-        )  # a shuffling loader of the user's draws its order before the first step
+        # a shuffling loader of the user's draws its order before the first step
+        torch.default_generator.manual_seed(training.seed)
         trainer = trainer or Trainer(model, training, total, world)
-        bar = tqdm(total=total, initial=first, unit="step", disable=not (progress and world.main), desc="training")
-        average = math.nan
-        parts = source.batches(first, total, trainer.share)
-        with bar:
+        average, parts = math.nan, source.batches(first, total, trainer.share)
+        hidden = not (progress and world.main)
+        with tqdm(total=total, initial=first, unit="step", disable=hidden, desc="training") as bar:
             for number in range(first, total):
                 try:
                     loss = trainer.step(number, list(islice(parts, len(trainer.share.mine)))).item()
@@ -94,23 +92,10 @@ def fit(
                     after(number + 1, loss, trainer)
 
 
-def needs_labels(model: nn.Module, training: Training) -> bool:
-    """Whether a reduced model is trained against labels."""
-    return weights_of(model, training)[0] > 0
-
-
 def photo_source(
     model: nn.Module, data: str | Path, recipe: Recipe, labelled: bool, workers: int | None, **where: Any
 ) -> PhotoSource:
-    """Photos, augmented, for training.
-
-    Args:
-        model: A reduced model.
-        data: A folder, or what timm's `create_dataset` opens.
-        recipe: How they are used.
-        labelled: Whether the training needs labels.
-        workers: Processes that read.
-        **where: Of a data set: split, root, samples; see `datasets.open_photos`.
+    """Open photos for training, augmented; `where` they are in a data set is as in `datasets.open_photos`.
 
     Raises:
         UsageError: the number of workers is below 0.
@@ -121,8 +106,9 @@ def photo_source(
     training, images = recipe.training, recipe.augmentation
     found = open_photos(data, model, training=True, labelled=labelled, **where)
     photos = Photos(found, transform_for(model, images), input_mode(model), training.seed)
-    classes = find_backbone(model).classes(model)
-    mixer = mixer_for(images, classes, training.label_smoothing, training.seed)
+    classes, mixer = find_backbone(model).classes(model), None
+    if images.mixes:
+        mixer = Mixer(images, classes, training.label_smoothing, training.seed)
     pin = device_of(model).type == "cuda"
     return PhotoSource(photos, training.batch_size, training.seed, workers, labelled, images.repeats, mixer, pin)
 
@@ -161,7 +147,6 @@ def calibrate_(
     if unknown:
         raise UsageError(f"no training option {min(unknown)!r}; there are {', '.join(Training.__dataclass_fields__)}")
     options = Training(**training)
-    labelled = needs_labels(model, options)
     source: Source
     if labels is not None and not isinstance(data, torch.Tensor):
         raise UsageError("labels go with a tensor of images; a loader gives its own, and a folder's are its subfolders")
@@ -171,6 +156,7 @@ def calibrate_(
     if isinstance(data, torch.Tensor):
         source = TensorSource(data, labels, options.batch_size, options.seed)
     elif isinstance(data, str | Path):
+        labelled = weights_of(model, options)[0] > 0
         source = photo_source(model, data, Recipe(reduction_of(model).config, options), labelled, workers)
     else:
         source = LoaderSource(data)

@@ -19,19 +19,13 @@ from tntprune.reduce import reduce_
 from tntprune.training.recipes import Recipe
 
 
-def classes_of(data: str, split: str | None = None, given: int | None = None) -> tuple[int, list[str]]:
-    """How many classes a model that learns from such photos gets, and their names: those of the class folders.
+def classes_in(data: str, split: str | None = None, given: int | None = None) -> tuple[int, list[str]]:
+    """Count the classes of a model that learns from a folder or a data set, and name them: by the class folders.
 
-    Args:
-        data: The name of a folder or of a data set; see `datasets.open_photos`.
-        split: Of it.
-        given: The number, if it is given.
-
-    Returns:
-        The number; and the names, none where another number was given.
+    There are no names where another number was given.
 
     Raises:
-        UsageError: it is out of range, or none is given for a data set.
+        UsageError: the number is out of range, or none is given for a data set.
         UserError: the folder is missing or empty.
     """
     if given is not None:
@@ -52,7 +46,7 @@ def untrained(
     img_size: ImgSize = None,
     names: Sequence[str] = (),
 ) -> nn.Module:
-    """A model with random weights, the same ones for the same seed, under the recipe's reduction that removes nothing.
+    """Make a model with random weights, the same for the same seed, under the recipe's reduction that removes nothing.
 
     Args:
         name: See `models.load_model`.

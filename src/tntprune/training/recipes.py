@@ -29,14 +29,11 @@ class Recipe:
 
 
 def published(config: Config) -> Recipe:
-    """As a method's own authors train it on ImageNet, with the batch of all their GPUs together.
+    """Return how a method's own authors train it on ImageNet, with the batch of all their GPUs together.
 
     TNT's is the command that its code was released with, on 8 GPUs of 256 images each, with recipe="paper". EViT's
     batch when it is fine-tuned is said nowhere; its rate goes with the batch, so that another one would do. Rates are
     set anew each step, where the authors' code does so each epoch.
-
-    Raises:
-        UsageError: the method's authors train nothing, or train the model from scratch.
     """
     if isinstance(config, TNT):
         training = Training(
@@ -67,13 +64,10 @@ def published(config: Config) -> Recipe:
 
 
 def short(config: Config) -> Recipe:
-    """What was chosen on a split of 1,000 calibration photos: minutes for a small model on two cores.
+    """Return what was chosen on a split of 1,000 calibration photos: minutes for a small model on two cores.
 
     DynamicViT is trained without its loss on tokens, which on those photos made it worse than dropping at random, and
     A-ViT with a gate that halts earlier.
-
-    Raises:
-        UsageError: the method learns nothing by itself.
     """
     if isinstance(config, TNT):
         return Recipe(config, Training(epochs=None if config.merges else 5))
@@ -88,10 +82,9 @@ def short(config: Config) -> Recipe:
 
 
 def scratch() -> Recipe:
-    """A backbone from nothing, as DeiT is trained on ImageNet, with the batch of all its GPUs together.
+    """Return how a backbone is trained from nothing: as DeiT on ImageNet, with the batch of all its GPUs together.
 
-    The paper does not say how its ViT/16 was trained; this is our choice for it, and for any other backbone. The
-    reduction is one that removes nothing.
+    The paper does not say how its ViT/16 was trained; this is our choice for it, and for any other backbone.
     """
     training = Training(
         epochs=300, batch_size=1024, lr=1e-3, backbone_lr=1e-3, weight_decay=0.05, label_smoothing=0.1,
@@ -101,13 +94,8 @@ def scratch() -> Recipe:
 
 
 def changed(recipe: Recipe, options: dict[str, Any]) -> Recipe:
-    """The same with other options, of the training or of the augmentation; None leaves an option as it is, and
-    "none" as `auto_augment` is no such augmentation.
-
-    Where the rates go with the batch size, another batch size changes those that are not given.
-
-    Raises:
-        UsageError: a value is out of range.
+    """Change options of the training or of the augmentation; None leaves an option as it is, and "none" as
+    `auto_augment` is no such augmentation. Where the rates go with the batch size, those not given follow it.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("auto_augment") == "none":

@@ -1,21 +1,24 @@
-"""A training that lives in a folder: its log, its checkpoints, and how it goes on after an interruption."""
+"""A training that lives in a folder, and how it goes on after an interruption."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from tqdm import tqdm
 
-from tntprune.backbones.attach import base_of, reduction_of
+from tntprune.backbones.attach import base_of, device_of, reduction_of
 from tntprune.data.batches import Source
+from tntprune.data.datasets import open_photos
+from tntprune.data.folders import default_workers
+from tntprune.data.photo import Packed, packed
 from tntprune.errors import UserError
 from tntprune.methods import to_dict
 from tntprune.methods.checks import check_whole
@@ -24,19 +27,138 @@ from tntprune.serialization.fingerprint import digest_of
 from tntprune.system.distributed import ALONE, World
 from tntprune.system.interrupts import interrupts
 from tntprune.system.storage import make_folder
-from tntprune.training.calibrate import fit
+from tntprune.training.calibrate import fit, photo_source
 from tntprune.training.config import Training
-from tntprune.training.run_folder import LOCK, alone, find_start, remove, unfinished
-from tntprune.training.run_log import open_log
-from tntprune.training.run_state import AGAIN, STATE, load_state, save_state
+from tntprune.training.learning import weights_of
+from tntprune.training.recipes import Recipe
+from tntprune.training.run_folder import (
+    AGAIN,
+    EMA,
+    LOCK,
+    STATE,
+    Log,
+    alone,
+    find_start,
+    load_state,
+    read_log,
+    save_state,
+    tidy,
+)  # fmt: skip
 from tntprune.training.trainer import Trainer
+from tntprune.training.validation import Validation
 
-BEST, EMA = "best", "ema"  # folders: the best of the epochs that were validated, and the moving average
-Validate = Callable[[], dict[str, float]]
+BEST = "best"  # the folder of the best of the epochs that were validated; the moving average is in `EMA`
 
 
 class Stopped(UserError):
     """A training was interrupted, and its state saved."""
+
+
+class Trained(NamedTuple):
+    """A training that has ended.
+
+    Args:
+        path: What it left, as it was after the last step.
+        photos: That it learned from.
+        batch_size: Photos a step.
+        epochs: Passes over them.
+        steps: In all.
+        seconds: In all, over all the times that it was resumed.
+        best: The epoch whose figures on the photos to validate on were the best, with those figures; None without such.
+    """
+
+    path: Path
+    photos: int
+    batch_size: int
+    epochs: int
+    steps: int
+    seconds: float
+    best: dict[str, float] | None
+
+    def __str__(self) -> str:
+        passes, steps = f"{self.epochs} epoch{'s'[: self.epochs > 1]}", f"{self.steps} step{'s'[: self.steps > 1]}"
+        told = f"trained {passes} of {self.photos} photos, {steps} of {self.batch_size}, in {self.seconds:.0f} s: "
+        if self.best is None:
+            return told + str(self.path)
+        epoch, figures = int(self.best["epoch"]), {n: v for n, v in self.best.items() if n.startswith("top")}
+        return f"{told}{self.path}\nthe best epoch was {epoch}, {_said(figures)}: {self.path.parent / BEST}"
+
+
+def train_folder(
+    model: nn.Module,
+    data: str | Path,
+    out: Path,
+    recipe: Recipe,
+    *,
+    val: str | Path | None = None,
+    split: str | None = None,
+    val_split: str | None = None,
+    root: Path | None = None,
+    samples: int | None = None,
+    workers: int | None = None,
+    about: dict[str, Any] | None = None,
+    world: World = ALONE,
+    **options: Any,
+) -> Trained:
+    """Train a reduced model on a folder of photos, in a folder of its own.
+
+    Args:
+        model: Reduced with the recipe's config.
+        data: The photos, with a subfolder a class where it is trained against labels; or what timm's `create_dataset`
+            opens.
+        out: The folder of the training.
+        recipe: How.
+        val: Labelled photos to validate on after each epoch; the best epoch is kept.
+        split: Of the data, if it is not "train"; see `datasets.open_photos`, for the next three too.
+        val_split: Of the photos to validate on, if it is not "validation".
+        root: Where data sets lie.
+        samples: How many photos a stream to train on has.
+        workers: Processes that read photos.
+        about: What else has to be the same in a resumed training, such as the model's name.
+        world: The processes that train together.
+        **options: Of `train_run`: resume, save_every, backbone, tensorboard, progress.
+
+    Raises:
+        UsageError: an option is out of range, or the folder's training is another one.
+        UserError: something cannot be read or written.
+    """
+    workers = default_workers() if workers is None else workers
+    check_whole("workers", workers, 0)
+    training = recipe.training.on(device_of(model))
+    with world.main_first():  # what has to be fetched is fetched once
+        labelled = weights_of(model, training)[0] > 0
+        source = photo_source(model, data, recipe, labelled, workers, split=split, root=root, samples=samples)
+        photos = None if val is None else open_photos(val, model, split=val_split, root=root)
+    photos = packed(photos) if isinstance(photos, Sequence) else photos
+    told: dict[str, Any] = {
+        "data": _place(data),
+        "split": split,
+        "photos": len(source.photos),
+        "val": None if val is None else _place(val),  # or the best epoch would be chosen among different figures
+        "val_split": val_split,
+        "augmentation": asdict(recipe.augmentation),
+    }
+    looked = {"data_digest": (data, source.photos.photos), "val_digest": (val or "", photos)}
+    told |= world.agree(
+        lambda: {name: one.digest(Path(place)) for name, (place, one) in looked.items() if isinstance(one, Packed)}
+    )
+    path = train_run(
+        model, source, training, out, about={**(about or {}), **told}, world=world,
+        validate=None if photos is None else Validation(model, photos, workers=workers, world=world), **options,
+    )  # fmt: skip
+    lines = read_log(out)
+    validated = [line for line in lines if "top1" in line]
+    best = max(validated, key=lambda line: line["top1"], default=None)  # the first of equals
+    last = lines[-1] if lines else dict.fromkeys(("epoch", "step", "seconds"), 0)
+    return Trained(
+        path, len(source.photos), min(training.batch_size, len(source.photos)),
+        int(last["epoch"]), int(last["step"]), float(last["seconds"]),
+        best and {name: value for name, value in best.items() if name not in ("step", "seconds")},
+    )  # fmt: skip
+
+
+def _place(data: str | Path) -> str:
+    return str(Path(data).resolve()) if Path(data).exists() else str(data)
 
 
 def train_run(
@@ -48,7 +170,7 @@ def train_run(
     resume: bool = False,
     save_every: int = 50,
     about: dict[str, Any] | None = None,
-    validate: Validate | None = None,
+    validate: Callable[[], dict[str, float]] | None = None,
     backbone: bool = False,
     tensorboard: bool = False,
     world: World = ALONE,
@@ -72,7 +194,7 @@ def train_run(
         validate: Asked after each epoch for percentages by name, "top1" among them; the reduction of the best epoch is
             kept in the folder `best`.
         backbone: The model alone is what is trained, under a reduction that removes nothing; `model.safetensors` is
-            left then, and no reduction.
+            left then, and no reduction. See `pretraining.untrained`.
         tensorboard: Also log for TensorBoard, in the folder `tensorboard`.
         world: The processes that train together.
         progress: Show a bar.
@@ -103,29 +225,31 @@ def train_run(
     options["training"] |= {"micro_batches": training.micro_batches, "epochs": training.epochs}
     run = None
     if first is not None:  # what is wrong is told before a folder is made
-        run = _Run(model, source, training, out, options, world, validate, backbone)
-        if first >= run.total:
-            raise UserError(f"{out / STATE}: broken (step is {first}, of {run.total} in all); {AGAIN}")
-        source.check(run.trainer.share)
+        total = training.passes(source.per_epoch) * source.per_epoch
+        trainer = Trainer(model, training, total, world)
+        if first >= total:
+            raise UserError(f"{out / STATE}: broken (step is {first}, of {total} in all); {AGAIN}")
+        source.check(trainer.share)
+        run = _Run(model, source, training, out, options, world, validate, backbone, trainer, {})
     with ExitStack() as stack:
 
         def prepare() -> None:
             if run is not None:
                 make_folder(out)
                 stack.enter_context(alone(out))
-                remove(unfinished(out))
+                tidy(out)
 
         world.agree(prepare)
         if run is not None:
             run.train(first or 0, save_every, tensorboard, progress)
         if world.main:
-            remove([out / STATE, out / LOCK, *unfinished(out)])
+            tidy(out, STATE, LOCK)
         world.wait()
     return out / (WEIGHTS if backbone else FILE)
 
 
 def _digests(model: nn.Module, source: Source, training: Training, backbone: bool) -> dict[str, str]:
-    """What tells the model's weights and the images from others, for `runfolder.DIGESTS`."""
+    """Tell the model's weights and the images from others, for `run_folder.DIGESTS`."""
     found = {}
     if not backbone:  # else the checkpoint has all of its weights
         found["model_digest"] = digest_of(model if training.unfreeze else base_of(model))
@@ -135,49 +259,47 @@ def _digests(model: nn.Module, source: Source, training: Training, backbone: boo
     return found
 
 
+@dataclass
 class _Run:
     """One training in its folder: what happens after each step."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        source: Source,
-        training: Training,
-        out: Path,
-        options: dict[str, Any],
-        world: World,
-        validate: Validate | None,
-        backbone: bool,
-    ) -> None:
-        self.model, self.source, self.training, self.out, self.world = model, source, training, out, world
-        self.options, self.validate, self.backbone = options, validate, backbone
-        self.total = training.passes(source.per_epoch) * source.per_epoch
-        self.trainer = Trainer(model, training, self.total, world)
-        self.notes: dict[str, Any] = {}
+    model: nn.Module
+    source: Source
+    training: Training
+    out: Path
+    options: dict[str, Any]
+    world: World
+    validate: Callable[[], dict[str, float]] | None
+    backbone: bool
+    trainer: Trainer
+    notes: dict[str, Any]
 
     def train(self, first: int, save_every: int, tensorboard: bool, progress: bool) -> None:
-        """From step `first` to the end, and save what came of it."""
+        """Train from step `first` to the end, and save what came of it."""
         if first:
             self.notes = load_state(self.out / STATE, self.trainer)
-        done, total, world = first, self.total, self.world
-        logs = open_log(self.out, first, tensorboard) if world.main else _no_log()
-        with logs as (log, before), interrupts() as interrupted:
-            begin = time.perf_counter() - before
+        done, total, world = first, self.trainer.total, self.world
+        log = Log(self.out, first, tensorboard) if world.main else None
+        begin = time.perf_counter() - (log.seconds if log else 0.0)
 
-            def now() -> float:
-                return round(time.perf_counter() - begin, 3)
+        def note(step: int, **figures: float) -> None:
+            epoch, seconds = (step - 1) // self.source.per_epoch + 1, round(time.perf_counter() - begin, 3)
+            if log:
+                log.add({"step": step, "epoch": epoch, **figures, "seconds": seconds})
+
+        with interrupts() as interrupted:
 
             def after(step: int, loss: float, trainer: Trainer) -> None:
                 nonlocal done
                 done = step
-                epoch = (step - 1) // self.source.per_epoch + 1
-                log({"step": step, "epoch": epoch, "loss": loss, **self.rates, "seconds": now()})
+                note(step, loss=loss, **self.rates)
                 ended = self.validate is not None and step % self.source.per_epoch == 0
                 if ended:
+                    epoch = step // self.source.per_epoch
                     found = self.judge(epoch)
-                    log({"step": step, "epoch": epoch, **found, "seconds": now()})
+                    note(step, **found)
                     if progress and world.main:
-                        tqdm.write(f"epoch {epoch}: {said(found)}", file=sys.stderr)
+                        tqdm.write(f"epoch {epoch}: {_said(found)}", file=sys.stderr)
                 stop = world.any(bool(interrupted)) and step < total
                 if world.main and step < total and (stop or ended or step % save_every == 0):
                     save_state(self.out / STATE, trainer, step, self.options, self.notes)
@@ -191,6 +313,9 @@ class _Run:
                 if not interrupted:
                     raise
                 raise Stopped(f"stopped after step {done} of {total}; continue with --resume") from None
+            finally:
+                if log:
+                    log.close()
         if world.main:
             if self.trainer.average is not None:
                 with self.trainer.averaged():
@@ -227,13 +352,7 @@ class _Run:
             save(self.model, folder, made_by, weights=self.training.backbone_lr > 0)
 
 
-def said(figures: dict[str, float]) -> str:
-    """What a validation found, for a person."""
+def _said(figures: dict[str, float]) -> str:
+    """Tell a person what a validation found."""
     names = {"top1": "top-1", "top5": "top-5", "ema_top1": "top-1 of the average", "ema_top5": "its top-5"}
     return ", ".join(f"{names.get(name, name)} {value:.2f}" for name, value in figures.items())
-
-
-@contextmanager
-def _no_log() -> Iterator[tuple[Callable[[dict[str, Any]], None], float]]:
-    """Of a process that does not write."""
-    yield lambda line: None, 0.0

@@ -24,10 +24,8 @@ from tntprune.system.precision import DTYPES, unfused
 from tntprune.training.config import RANK, RATE, Training
 from tntprune.training.drop_path import Depth
 from tntprune.training.frozen_pass import run_both
-from tntprune.training.gradients import together
-from tntprune.training.learning import learned_parameters, weights_of
+from tntprune.training.learning import LowRank, learned_parameters, weights_of
 from tntprune.training.learning import learning as learning
-from tntprune.training.tuning import LowRank
 
 
 class Diverged(UserError):
@@ -35,13 +33,7 @@ class Diverged(UserError):
 
 
 class Trainer:
-    """One training of a reduced model: the optimizer, the schedule and one step.
-
-    Args:
-        model: A reduced model whose method learns, or that is itself trained.
-        training: How.
-        total: Steps in all.
-        world: The processes that train together.
+    """One training of a reduced model: the optimizer, the schedule and one step of `total`.
 
     Raises:
         UserError: the model is not reduced, or there is nothing to learn, or not what is to be unfrozen.
@@ -102,11 +94,11 @@ class Trainer:
         fused = [module for module in model.modules() if getattr(module, "fused_attn", False)]
         self.slow = fused if self.half == torch.bfloat16 and self.device.type == "cpu" else []
         self.own = set(self.method.parameters())
-        self.learned = dict(learned_parameters(model, tunes, training.unfreeze))
+        self.learned = learned_parameters(model, tunes, training.unfreeze)
         self.low: LowRank | None = None
         if training.unfreeze == "lowrank":
             self.low = LowRank(model, RANK if training.rank is None else training.rank, training.seed)
-            self.learned = dict(self.low.learned)
+            self.learned = self.low.learned
         self.whole = nn.ParameterList(self.learned.values())
         self.average = ModelEmaV3(self.whole, decay=training.ema, exclude_buffers=True) if training.ema else None
         self.rate = training.backbone_lr if training.unfreeze else training.lr or RATE
@@ -127,7 +119,7 @@ class Trainer:
         return Share(count, tuple(range(self.world.rank, count, self.world.size)))
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups: the method's and the model's parameters, each with and without weight decay."""
+        """Group the method's and the model's parameters for the optimizer, each with and without weight decay."""
         unweighed: set[str] = getattr(self.model, "no_weight_decay", set)()
         found: dict[tuple[bool, bool], dict[str, Any]] = {}
         for name, parameter in self.learned.items():
@@ -140,7 +132,7 @@ class Trainer:
         return list(found.values())
 
     def step(self, number: int, parts: Sequence[Pair]) -> torch.Tensor:
-        """One optimizer step; what is drawn follows from the seed, the step's number and the part's.
+        """Make one optimizer step; what is drawn follows from the seed, the step's number and the part's.
 
         Args:
             number: Of the step, from 0.
@@ -151,6 +143,7 @@ class Trainer:
 
         Raises:
             UserError: nothing that is learned has anything to do with the loss.
+            Diverged: the loss or a gradient is not finite.
         """
         self.schedule.step_update(number)
         self.method.trained = number / self.total
@@ -167,7 +160,7 @@ class Trainer:
             sum_ += self.backward(images, labels)
         if self.low is not None:
             self.low.pull()
-        loss = together(list(self.learned.values()), sum_, self.world)
+        loss = self.add_up(sum_)
         self.scaler.unscale_(self.optimizer)
         if self.training.clip is None:
             norm = nn.utils.get_total_norm([p.grad for p in self.learned.values() if p.grad is not None])
@@ -184,14 +177,26 @@ class Trainer:
             self.method.set_calibrated()
         return loss
 
+    def add_up(self, loss: torch.Tensor) -> torch.Tensor:
+        """Add up the gradients of all processes, in place, and the loss, a scalar: one message a step.
+
+        A parameter that nobody's part of the batch had to do with stays without a gradient, as it does in one process.
+        """
+        if self.world.size == 1:
+            return loss
+        parameters = list(self.learned.values())
+        had = torch.tensor([float(p.grad is not None) for p in parameters], device=loss.device)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = self.world.sum(torch.cat([*(grad.float().flatten() for grad in grads), had, loss.float().reshape(1)]))
+        split: Sequence[torch.Tensor] = flat.split([*(p.numel() for p in parameters), len(parameters), 1])
+        *sums, had, total = split
+        for parameter, value, owners in zip(parameters, sums, had.tolist(), strict=True):
+            parameter.grad = value.view_as(parameter).to(parameter.dtype) if owners else None
+        return total.reshape(())
+
     @torch.no_grad()
     def blame(self, number: int, parts: Sequence[Pair]) -> str:
-        """Say why the loss of a step, or a gradient, is not finite, and what to do.
-
-        Args:
-            number: Of the step, from 0.
-            parts: What `step` was given.
-        """
+        """Say why the loss of a step, or a gradient, is not finite, and what to do; see `step`."""
         step = f"step {number + 1}: the loss or a gradient is not finite"
         for images, _ in parts:
             own = images.to(self.device)
@@ -209,7 +214,7 @@ class Trainer:
         return f"{step}; try a smaller lr (--lr) than {self.rate:g}{half}"
 
     def backward(self, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
-        """Gradients of one part of a batch, added to those that are there; the loss is its share of the batch's."""
+        """Add the gradients of one part of a batch to those that are there; the loss is its share of the batch's."""
         images = images.to(self.device, non_blocking=True)
         if images.is_inference():  # autograd takes none that were made under inference_mode
             images = images.clone()
@@ -233,7 +238,7 @@ class Trainer:
             torch.cuda.manual_seed(seed)
 
     def loss(self, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
-        """Divergence from the unpruned model, cross-entropy to the labels, and what the method adds."""
+        """Add up divergence from the unpruned model, cross-entropy to the labels, and what the method adds."""
         method = self.method
         teacher, answer = self.answers(images)
         losses = []
@@ -254,8 +259,8 @@ class Trainer:
         return torch.stack(losses).sum()
 
     def distance(self, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-        """How far answers are from the unpruned model's, a scalar: the divergence of the class probabilities (B,
-        classes); of a model without classes 1 - the cosine of the embeddings (B, D).
+        """Return the divergence of class probabilities (B, classes) from the unpruned model's, a scalar; of a model
+        without classes 1 - the cosine of the embeddings (B, D).
         """
         if self.embeds:
             return 1 - F.cosine_similarity(student, teacher, dim=1).mean()
@@ -263,7 +268,7 @@ class Trainer:
         return F.kl_div(own, target, reduction="batchmean", log_target=True)
 
     def answers(self, images: torch.Tensor) -> tuple[Answer | None, Answer]:
-        """What the unpruned model says, if anyone wants to know, and what the reduced one says."""
+        """Return what the unpruned model says, if anyone wants to know, and what the reduced one says."""
         if self.twice:
             tower: Any = tower_of(self.model)
             whole, left = run_both(tower, images, self.judges, self.narrow)
@@ -272,19 +277,17 @@ class Trainer:
             return teacher, self.backbone.judge(self.model, left)
         teacher = None
         if self.base is not None:
-            with torch.no_grad(), self.depth.off():
+            with torch.no_grad(), self.depth.on(False):
                 teacher = self.backbone.answer(self.base, images)
         return teacher, self.backbone.answer(self.model, images)
 
     def averages(self) -> dict[str, torch.Tensor]:
-        """The moving averages of what is learned, by its names; none if none are kept."""
-        if self.average is None:
-            return {}
-        return dict(zip(self.learned, self.average.module.parameters(), strict=True))
+        """Return the moving averages of what is learned, by its names; none if none are kept."""
+        return {} if self.average is None else dict(zip(self.learned, self.average.module.parameters(), strict=True))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The averages take the place of what was learned, for as long as the context lasts."""
+        """Put the averages in the place of what was learned, for as long as the context lasts."""
         kept = {name: parameter.detach().clone() for name, parameter in self.learned.items()}
         try:
             for name, value in self.averages().items():

@@ -17,15 +17,7 @@ from tntprune.system.distributed import ALONE, World
 
 
 class Validation:
-    """Top-1 and top-5 of a model that is being trained, as it is at the time; several processes share the photos.
-
-    Args:
-        model: A reduced model.
-        photos: With labels.
-        batch_size: Images at a time.
-        workers: Processes that read.
-        world: The processes that train together.
-    """
+    """Top-1 and top-5 of a model that is being trained, as it is at the time; several processes share the photos."""
 
     def __init__(
         self,
@@ -40,15 +32,12 @@ class Validation:
         self.loader = in_order(reader, batch_size, workers, world.rank, world.size)
 
     def __call__(self) -> dict[str, float]:
-        """Percent of the photos whose label is the first guess, "top1", or among the first five, "top5".
-
-        Raises:
-            UserError: a photo cannot be read.
-        """
+        """Return the percent of photos whose label is the first guess, "top1", or among the first five, "top5"."""
         tally, device = Tally(self.model), device_of(self.model)
         tally.variable = False  # nobody asks what each image costs, which takes another pass
-        modes = {module: module.training for module in self.model.modules()}
-        reduction_of(self.model).eval()
+        method = reduction_of(self.model)
+        modes = {module: module.training for module in method.modules()}  # all else is in eval mode
+        method.eval()
         try:
             with torch.inference_mode():
                 for batch in self.loader:
@@ -60,4 +49,4 @@ class Validation:
             for module, mode in modes.items():
                 module.training = mode
         tally.gather(self.world)
-        return {"top1": 100 * tally.first / tally.images, "top5": 100 * tally.five / tally.images}
+        return dict(zip(("top1", "top5"), tally.accuracy(), strict=True))
