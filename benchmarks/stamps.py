@@ -31,9 +31,8 @@ CODE = {  # what figures depend on: files and folders of src/tntprune
     "reading": ("data/folders.py", "data/images.py", "data/loading.py"),
     "judging": ("analysis/evaluate.py", "system/precision.py"),
     "training": (
-        "data/augment.py", "data/batches.py", "data/mixing.py", "training/calibrate.py", "training/config.py",
-        "training/frozen_pass.py", "training/gradients.py", "training/learning.py", "training/recipes.py",
-        "training/trainer.py", "training/tuning.py",
+        "data/augment.py", "data/batches.py", "training/calibrate.py", "training/config.py",
+        "training/frozen_pass.py", "training/learning.py", "training/recipes.py", "training/trainer.py",
     ),
     "timing": ("analysis/speed_bound.py", "system/clock.py"),
     "bench": ("bench",),

@@ -33,7 +33,7 @@ CONFIGS = {
     "paper": TNT(at=2, noise_blocks=(2, 4), recipe="paper"),
     "dynamicvit": DynamicViT(at=(2, 4)),
 }
-TRAINING = Training(epochs=2, batch_size=8, parts=2, lr=0.02, amp="none")
+TRAINING = Training(epochs=2, batch_size=8, micro_batches=2, lr=0.02, amp="none")
 
 
 def trained(world, out, name, training=TRAINING, source=None, resume=False, validate=None):
@@ -125,11 +125,11 @@ def test_two_processes_train_what_one_trains_bit_for_bit(tmp_path):
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_parts_make_no_difference_but_rounding(tmp_path, parts):
     """Without anything that is drawn: then a batch in parts is the batch."""
-    training = replace(TRAINING, parts=parts, epochs=1, backbone_lr=1e-2)
+    training = replace(TRAINING, micro_batches=parts, epochs=1, backbone_lr=1e-2)
     out = tmp_path / "out"
     model, whole = (reduce_(make("plain"), TopK(at=2)) for _ in range(2))
     train_run(model, TensorSource(IMAGES, LABELS, 8, 0), training, out, progress=False)
-    train_run(whole, TensorSource(IMAGES, LABELS, 8, 0), replace(training, parts=1), tmp_path / "whole", progress=False)
+    train_run(whole, TensorSource(IMAGES, LABELS, 8, 0), replace(training, micro_batches=1), tmp_path / "whole", progress=False)
     assert lines(out)[0]["loss"] == pytest.approx(lines(tmp_path / "whole")[0]["loss"], rel=1e-5)
     assert lines(out)[-1]["loss"] == pytest.approx(lines(tmp_path / "whole")[-1]["loss"], rel=1e-2)
 
@@ -149,7 +149,7 @@ def interrupted(world, out, training=TRAINING):
         trained(world, out, "tnt", training, Stopping(IMAGES, LABELS, 8, 0))
 
 
-OPEN = replace(TRAINING, parts=None)
+OPEN = replace(TRAINING, micro_batches=None)
 
 
 def stop_and_go_on(world, root):
@@ -176,14 +176,14 @@ def test_another_number_of_processes_goes_on(tmp_path):
     trained(ALONE, tmp_path / "open", "tnt", OPEN, resume=True)
     for out in ("from two", "from one", "open"):
         assert same(tmp_path / "one", tmp_path / out) and lines(tmp_path / "one") == lines(tmp_path / out), out
-    assert json.loads(read_metadata(tmp_path / "open" / "reducer.safetensors")["made_by"])["training"]["parts"] == 2
+    assert json.loads(read_metadata(tmp_path / "open" / "reducer.safetensors")["made_by"])["training"]["micro_batches"] == 2
 
 
 def test_parts_are_shared_evenly_or_refused():
     model = reduce_(make("plain"), CONFIGS["tnt"])
-    with pytest.raises(UsageError, match="parts=3: expected a multiple of the 2 processes"):
+    with pytest.raises(UsageError, match="micro_batches=3: expected a multiple of the 2 processes"):
         Trainer(model, Training(batch_size=9, parts=3), 1, World(0, 2))
-    with pytest.raises(UsageError, match="parts=3: batch_size=8 is no multiple of it"):
+    with pytest.raises(UsageError, match="micro_batches=3: batch_size=8 is no multiple of it"):
         Training(batch_size=8, parts=3)
     share = Trainer(model, Training(batch_size=12, parts=6), 1, World(1, 3)).share
     assert share == (6, (1, 4))
