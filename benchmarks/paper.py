@@ -19,9 +19,8 @@ from PIL import Image
 
 from stamps import written
 from tntprune.paper import page
-from tntprune.paper.agenda import make_plan
 from tntprune.paper.compare import Measured
-from tntprune.paper.figures import map_file
+from tntprune.paper.plan import make_plan
 from tntprune.paper.reproduce import RESULTS, Options, run
 from tntprune.paper.trainings import spent
 from tntprune.system.precision import Precision
@@ -72,7 +71,7 @@ def main(
     about = page.About(options.command, "short", spent(plan, out / "trainings"), PICTURES + RESULTS)
     text = page.text(plan, measured, about, TEMPLATE.read_text(encoding="utf-8"), PICTURES)
     for one in plan.maps:
-        text = text.replace(map_file(one), Path(map_file(one)).with_suffix(".jpg").name)
+        text = text.replace(one.file, Path(one.file).with_suffix(".jpg").name)
     make_folder(docs / PICTURES)
     for path in out.glob("*.png"):
         if path.name.startswith("maps-"):
@@ -86,7 +85,7 @@ def main(
 
 def command(options: Options) -> str:
     """What does the same from the command line."""
-    weights = next(iter((options.weights or {}).values()))
+    weights = next(iter(options.weights.values()))
     words = [
         "tntprune", "paper", "--backbones", MODEL, "--weights", str(weights), "--data", str(options.data),
         "--train-data", str(options.train_data), "--recipe", options.recipe, "--precision", options.precision,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tntprune.methods import TNT, Config, Random, ToMe, TopK, to_dict
-from tntprune.sweep.results import Row, Setting
+from tntprune.sweep.results import ResultRow, Setting
 
 IMAGES = 1000
 BASE = 10_000_000_000
@@ -23,10 +23,10 @@ def made(
     images: int = IMAGES,
     busy: float | None = 0.1,
     **setting: object,
-) -> Row:
+) -> ResultRow:
     """A row; `macs` is the share of the unpruned model's."""
     own = {"model": model, "weights": "a" * 64, "reducer": None, "data": "d" * 64, "images": images, **setting}
-    return Row(
+    return ResultRow(
         Setting(config=None if config is None else to_dict(config), **own),
         name, "unpruned" if config is None else scheme, images, 0, right, min(images, right + 50),
         images if config is None else right if agreeing is None else agreeing, round(macs * BASE), BASE, [196.0] * 12,
@@ -37,7 +37,7 @@ def made(
 
 def sweep(
     model: str = "vit_tiny", speed: float | None = 50.0, keeps: tuple[float, ...] = KEEPS, **setting: object
-) -> list[Row]:
+) -> list[ResultRow]:
     """An unpruned model, and four methods at one location and at several."""
     rows = [made(model=model, speed=speed, **setting)]
     for scheme, at in (("single", 3), ("multi", (3, 4, 5))):

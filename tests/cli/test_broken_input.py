@@ -16,8 +16,8 @@ from tntprune import TNT, reduce_
 from tntprune.backbones.digits_vit import WEIGHTS
 from tntprune.cli.main import main
 from tntprune.serialization.plan import Plan, write_plan
-from tntprune.sweep.results import Row, Setting
-from tntprune.sweep.results_file import Ledger
+from tntprune.sweep.results import ResultRow, Setting
+from tntprune.sweep.results_file import ResultsFile
 
 SECONDS = 60  # after which it hangs
 TOPK = "--method topk --at 2 --workers 0 --batch-size 10"
@@ -44,8 +44,10 @@ def good(tmp_path_factory):
         setting = Setting("digits_vit", "hub", config_, None, "d", 10, img_size=(32, 32))
         about = {"hardware": "a machine", "versions": "torch 2", "date": "2026-01-01", "seconds": 1.5}
         scheme = "unpruned" if config_ is None else "single"
-        row = Row(setting, name, scheme, 10, 0, 9, 10, 10, 50, 100, [16.0, 8.0], 10.0, 1.5, 2.0, 0.0, "tntprune", about)
-        Ledger(root / "rows.jsonl").add(row)
+        row = ResultRow(
+            setting, name, scheme, 10, 0, 9, 10, 10, 50, 100, [16.0, 8.0], 10.0, 1.5, 2.0, 0.0, "tntprune", about
+        )
+        ResultsFile(root / "rows.jsonl").add(row)
     (root / "shards").mkdir()
     broken.tarred(root / "shards" / "train-0.tar", draw, 10, good=True)
     split = {"name": "train", "num_samples": 10, "shard_lengths": [10], "filenames": ["train-0.tar"], "alt_label": ""}

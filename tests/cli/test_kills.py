@@ -26,7 +26,7 @@ from tntprune.analysis.evaluate import Tally
 from tntprune.cli.main import main
 from tntprune.data.batches import TensorSource
 from tntprune.data.folders import labelled_photos
-from tntprune.sweep.results_file import Ledger
+from tntprune.sweep.results_file import ResultsFile
 from tntprune.system import storage
 from tntprune.system.distributed import ALONE
 from tntprune.system.storage import read_metadata, read_weights
@@ -156,7 +156,7 @@ def sweeping(root, told):
 
 def measured(path):
     """All that a sweep found, but for how long it took."""
-    return {key: replace(row, about={}) for key, row in Ledger(path).rows().items()}
+    return {key: replace(row, about={}) for key, row in ResultsFile(path).rows().items()}
 
 
 @pytest.mark.parametrize(("kills", "seed"), [(2, 2), pytest.param(30, 3, marks=wide)])

@@ -15,8 +15,8 @@ from tntprune.backbones.digits_vit import digits_vit
 from tntprune.cli.main import main
 from tntprune.errors import UserError
 from tntprune.exporters.export import export
-from tntprune.sweep.results import Row, Setting
-from tntprune.sweep.results_file import Ledger
+from tntprune.sweep.results import ResultRow, Setting
+from tntprune.sweep.results_file import ResultsFile
 from tntprune.system.storage import check_output, put, write
 from tntprune.training.run_folder import alone
 
@@ -155,7 +155,7 @@ def inputs(tmp_path_factory):
     for name, config in (("unpruned", None), ("Top-K", {"version": 1, "method": "topk", "at": [2], "keep": [0.5]})):
         setting = Setting("digits_vit", "hub", config, None, "d", 10)
         scheme = "unpruned" if config is None else "single"
-        Ledger(root / "rows.jsonl").add(Row(setting, name, scheme, 10, 0, 9, 10, 10, 50, 100, [16.0]))
+        ResultsFile(root / "rows.jsonl").add(ResultRow(setting, name, scheme, 10, 0, 9, 10, 10, 50, 100, [16.0]))
     return root
 
 

@@ -8,14 +8,14 @@ from itertools import combinations
 import pytest
 
 from tntprune.methods import to_dict
-from tntprune.paper.agenda import make_plan
 from tntprune.paper.compare import Measured, agreements, kendall, total
 from tntprune.paper.figures import figures
 from tntprune.paper.page import About, sections, slots, text
+from tntprune.paper.plan import make_plan
 from tntprune.paper.reproduce import join
 from tntprune.paper.tables import main_single, orders, reversals, side_by_side
 from tntprune.report.tables import NOTHING
-from tntprune.sweep.results import Row, Setting
+from tntprune.sweep.results import ResultRow, Setting
 
 SMALL = "deit_small_distilled_patch16_224"
 IMAGES = 50_000
@@ -24,7 +24,7 @@ IMAGES = 50_000
 def made_up(entry, top1, images=IMAGES):
     config = None if entry.config is None else to_dict(entry.config)
     base = entry.authors.base if entry.authors else (80.0, 4.6, 1000)
-    return Row(
+    return ResultRow(
         setting=Setting(entry.model, "w", config, None, "d", images), name=entry.name, scheme=entry.scheme,
         images=images, skipped=0, right=round(top1 * images / 100), right5=images, agreeing=images // 2,
         macs=round((entry.authors.gmacs if entry.authors else base[1]) * 1e9), base_macs=round(base[1] * 1e9),
@@ -145,7 +145,8 @@ def test_the_page_has_a_slot_for_everything(same):
     page = text(plan, rows, about)
     assert "Trainings, short recipe: x tnt 7 s" in page and "Not asked for." in page and "{" not in page
     assert f"{IMAGES:,} photos" in page and "tntprune paper" in page
-    given = "{tau[single deit_small_distilled high]} {drop[single 0.5 TNT]} {their_drop[single 0.5 TNT]} {settings}"
+    given = "{{ tau['single deit_small_distilled high'] }} {{ drop['single 0.5 TNT'] }} "
+    given += "{{ their_drop['single 0.5 TNT'] }} {{ settings }}"
     assert text(plan, rows, about, given) == f"1.00 1.8 1.8 {len(plan.runs)}"
     assert set(slots(plan, rows, about)) >= {"main", "figures", "rankings", "ablation", "maps", "rows", "made", "notes"}
 

@@ -11,21 +11,18 @@ import paper_models  # noqa: F401 - registers them
 from tntprune import UserError
 from tntprune.cli.main import main
 from tntprune.methods import EViT, ToMe, options
-from tntprune.paper import cost, published
-from tntprune.paper.ablation import ablation
-from tntprune.paper.agenda import make_plan
-from tntprune.paper.authors import ranking
-from tntprune.paper.cost import Task, count, estimate, seconds
-from tntprune.paper.entries import COLUMNS
-from tntprune.paper.names import BACKBONES, LEARNERS, METHODS
-from tntprune.paper.substitute import substitute
-from tntprune.paper.trainings import recipe
+from tntprune.paper import dry_run, published
+from tntprune.paper.dry_run import count, estimate, seconds
+from tntprune.paper.entries import BACKBONES, COLUMNS, LEARNERS, METHODS, ablation
+from tntprune.paper.plan import make_plan, substitute
+from tntprune.paper.settings import ranking
+from tntprune.paper.trainings import PlannedTraining, recipe
 
 
 @pytest.fixture
 def instant(monkeypatch):
     """Nothing is timed."""
-    monkeypatch.setattr(cost, "seconds", lambda name, device, precision: 0.01)
+    monkeypatch.setattr(dry_run, "seconds", lambda name, device, precision: 0.01)
 
 
 # The paper's own backbones
@@ -36,7 +33,7 @@ def test_every_published_row_is_in_the_plan_once_and_in_its_order():
     assert [entry.row for entry in plan.entries] == [{c: one.row[c] for c in COLUMNS} for one in published()]
     for entry, one in zip(plan.entries, published(), strict=True):
         assert (entry.model, entry.config) == (one.model, one.config)
-        assert (entry.authors.top1, entry.authors.gmacs, entry.own) == (one.top1, one.gmacs, True)
+        assert (entry.authors.top1, entry.authors.gmacs, entry.own) == (one.authors.top1, one.authors.gmacs, True)
 
 
 def test_rates_are_ranked_from_the_most_tokens():
@@ -72,7 +69,7 @@ def test_the_ablation_gives_the_printed_gflops_or_says_why_not():
             assert met != bool(entry.authors.not_met), entry.name
     assert sum(bool(entry.authors and entry.authors.not_met) for entry in rows) == 1
     single = next(one for one in published() if one.name == "deit_base_distilled single tnt 0.6")
-    assert rows[3].config == single.config and rows[3].authors.top1 == single.top1
+    assert rows[3].config == single.config and rows[3].authors.top1 == single.authors.top1
     assert ablation("deit_small_distilled_patch16_224") == ()
 
 
@@ -178,7 +175,7 @@ def test_dry_run_lists_every_published_row_with_its_macs(capsys, instant):
     assert len(told["settings"]) == len(published()) == 443
     for setting, one in zip(told["settings"], published(), strict=True):
         assert {name: setting[name] for name in COLUMNS} == {name: one.row[name] for name in COLUMNS}
-        assert one.agrees(setting["macs"]) != bool(one.not_met)
+        assert one.authors.agrees(setting["macs"]) != bool(one.authors.not_met)
     assert len(told["ablation"]) == 8 and len(told["trainings"]) == 10
     assert told["estimate"]["total"] > told["estimate"]["evaluating"] > 0
 
@@ -194,11 +191,11 @@ def test_dry_run_prints_the_plan(capsys, instant):
 
 def test_the_estimate_adds_up():
     plan = make_plan(["paper_tiny"], ["single", "random"])
-    tasks = [Task("paper_tiny", "tnt", 2, False), Task("paper_tiny", "evit", 1, True)]
-    found = estimate(plan, tasks, "cpu", images=100, photos=10, speed=False, per_image={"paper_tiny": 2.0})
+    trainings = [PlannedTraining("paper_tiny", "tnt", 2, False), PlannedTraining("paper_tiny", "evit", 1, True)]
+    found = estimate(plan, trainings, "cpu", images=100, photos=10, speed=False, per_image={"paper_tiny": 2.0})
     base = count("paper_tiny", None)
     own = sum(count(entry.model, entry.config) / base for entry in plan.runs)
-    assert found.evaluating == pytest.approx(200 * (own + len(plan.runs) / cost.TOGETHER))
+    assert found.evaluating == pytest.approx(200 * (own + len(plan.runs) / dry_run.TOGETHER))
     assert found.training == {"paper_tiny tnt": 2 * 10 * 3 * 2.0, "paper_tiny evit": 10 * 4 * 2.0}
     assert found.total == pytest.approx(found.evaluating + 200.0)
     assert 0 < seconds("paper_tiny", "cpu") < 60

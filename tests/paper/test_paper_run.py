@@ -13,7 +13,7 @@ from paper_models import paper_tiny
 from tntprune.cli.main import main
 from tntprune.cli.paper import weights_of
 from tntprune.errors import UsageError
-from tntprune.sweep.results_file import Ledger
+from tntprune.sweep.results_file import ResultsFile
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def done(place):
 
 
 def test_it_leaves_rows_trainings_figures_and_pages(done):
-    rows = list(Ledger(done / "results.jsonl").rows().values())
+    rows = list(ResultsFile(done / "results.jsonl").rows().values())
     assert len(rows) == 1 + 30 + 8 - 1  # TNT at K = .6 is a row of the ablation too
     assert {row.name for row in rows} >= {"unpruned", "random drop", "TNT", "EViT", "TNT, merging"}
     assert all(row.images == 5 and row.images_per_s is None for row in rows)
@@ -61,7 +61,7 @@ def test_it_leaves_rows_trainings_figures_and_pages(done):
 
 
 def test_what_was_trained_is_what_is_run(done):
-    rows = Ledger(done / "results.jsonl").rows().values()
+    rows = ResultsFile(done / "results.jsonl").rows().values()
     reducers = {row.name: row.setting.reducer for row in rows}
     assert reducers["random drop"] is None and reducers["TNT"] == reducers["TNT, merging"] != reducers["EViT"]
     assert {row.setting.config["recipe"] for row in rows if row.name == "TNT"} == {"paper"}
@@ -75,7 +75,7 @@ def test_it_continues_without_doing_anything_twice(place, done, capsys, monkeypa
     capsys.readouterr()
     assert run(place, done, *CHOSEN, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    again = Ledger(results).rows()
+    again = ResultsFile(results).rows()
     assert results.read_bytes().startswith(b"".join(lines[:20])) and log.read_bytes() == trained
     wanted = {json.loads(line)["key"]: json.loads(line) for line in lines}
     assert {key: row.right for key, row in again.items()} == {key: line["right"] for key, line in wanted.items()}

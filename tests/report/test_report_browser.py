@@ -44,7 +44,7 @@ def chromium(*arguments):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("page")
-    rows = [row for name in ("deit_base_distilled_patch16_224", "b", "vit16") for row in sweep(name)]
+    rows = [row for name in ("deit_base_distilled_patch16_224", "b", "vit16") for row in sweep(name, keeps=(0.8, 0.4))]
     page = build(rows, "Results", "A lead.", maps=[("blocks", png(1600, 500))])
     (made / "report.html").write_text(page)
     (made / "page.html").write_text(page.replace("<head>", f"<head>{WATCH}").replace("</body>", f"{MEASURE}</body>"))

@@ -26,6 +26,12 @@ def write_rows(path, rows):
     return path
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures are not drawn: what a page says does not depend on them."""
+    monkeypatch.setattr("tntprune.report.build.draw_curves", lambda *_: b"<svg/>")
+
+
 @pytest.fixture(scope="module")
 def page():
     return build(sweep(), "A <title>", "a & b", maps=[("blocks <1>", png())], extra_sections=[("Extra", "<p>more</p>")])
@@ -60,6 +66,7 @@ def test_a_page_says_what_was_measured_and_how(page):
         assert row.setting.key in page
 
 
+@pytest.mark.wide
 def test_five_hundred_rows_make_a_page_that_can_be_mailed():
     rows = [row for model in "abc" for row in sweep(model, keeps=tuple(n / 30 for n in range(1, 30)))]
     assert len(rows) > 500
@@ -78,7 +85,7 @@ def test_a_map_that_is_large_is_made_smaller_and_one_that_is_none_is_refused():
         build([made()], "maps", maps=[("one", png(400, 300, noise=True))] * 30)
 
 
-def test_rows_that_cannot_be_compared_are_apart_and_the_page_says_so():
+def test_rows_that_cannot_be_compared_are_apart_and_the_page_says_so(undrawn):
     page = build(sweep() + sweep(precision="bf16"), "mixed")
     assert "These rows are of 2 kinds, shown apart because they cannot be compared" in page
     assert page.count("<figure>") == 4 and len(re.findall("<h2[^>]*>Every setting on 1,000 images", page)) == 2
@@ -87,7 +94,7 @@ def test_rows_that_cannot_be_compared_are_apart_and_the_page_says_so():
     ]  # fmt: skip
 
 
-def test_speeds_of_two_machines_are_not_compared_without_a_word():
+def test_speeds_of_two_machines_are_not_compared_without_a_word(undrawn):
     from dataclasses import replace
 
     rows = sweep()[:5]
@@ -101,7 +108,7 @@ def test_an_unpruned_model_alone_is_a_page_too():
     assert "The unpruned models" in page and "<figure>" not in page
 
 
-def test_the_command_writes_page_and_figures(tmp_path, capsys):
+def test_the_command_writes_page_and_figures(tmp_path, capsys, undrawn):
     first, second = write_rows(tmp_path / "a.jsonl", sweep("a")), write_rows(tmp_path / "b.jsonl", sweep("b"))
     with first.open("a") as file:
         file.write(made(TNT(at=3, keep=0.8), "TNT", 1, 0.86, model="a").to_json() + "\n")  # the last of a key counts
@@ -118,7 +125,7 @@ def test_the_command_writes_page_and_figures(tmp_path, capsys):
     assert "<figcaption>my maps</figcaption>" in page and ">0.10<" in page
 
 
-def test_a_speed_is_not_lost_to_the_same_row_without_one(tmp_path):
+def test_a_speed_is_not_lost_to_the_same_row_without_one(tmp_path, undrawn):
     files = [write_rows(tmp_path / f"{speed}.jsonl", sweep(speed=speed)) for speed in (50.0, None)]
     for order in (files, files[::-1]):
         assert main(["report", *map(str, order), "--out", str(tmp_path / "r.html")]) == 0
@@ -147,7 +154,7 @@ def test_a_mistake_is_one_line(tmp_path, capsys, lines, options, code, words):
 
 
 @pytest.mark.parametrize("options", [{}, {"noise_blocks": (1, 2, 3)}], ids=["one", "several"])
-def test_token_maps_are_made_of_the_blocks_that_were_trained_for(tmp_path, monkeypatch, options):
+def test_token_maps_are_made_of_the_blocks_that_were_trained_for(tmp_path, monkeypatch, undrawn, options):
     import timm
 
     from tntprune import reduce_, save

@@ -7,7 +7,8 @@ import pytest
 from made_rows import made, sweep
 from tntprune.methods import TNT, Random, TopK
 from tntprune.report.groups import grouped
-from tntprune.report.tables import Table, commands, equal_costs, every_row, markdown, overview, shared
+from tntprune.report.page import Table
+from tntprune.report.tables import commands, equal_costs, every_row, overview, shared
 
 
 def backbone(rows):
@@ -32,7 +33,7 @@ def test_lines_are_compared_at_equal_cost():
     ]
     assert table.best == [[1], []]  # at 54 % TNT has no row, and what costs 56 % is not compared with it
     assert re.findall(r"<td class=best>([^<]*)", table.html()) == ["≈ 77.8"]
-    assert "**≈ 77.8**" in markdown(table) and markdown(table).count("**") == 2
+    assert "**≈ 77.8**" in table.markdown() and table.markdown().count("**") == 2
 
 
 def test_a_setting_that_another_one_of_its_line_beats_is_not_used():
@@ -94,5 +95,5 @@ def test_commands_are_there_with_the_keys():
 
 
 def test_markdown_keeps_its_columns():
-    text = markdown(Table(["a|b", "c"], [["x|y", "1"], ["two\nlines", "2"]], best=[[1], []], words=[0]))
+    text = Table(["a|b", "c"], [["x|y", "1"], ["two\nlines", "2"]], best=[[1], []], words=[0]).markdown()
     assert text == "| a\\|b | c |\n| --- | ---: |\n| x\\|y | **1** |\n| two lines | 2 |\n"

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import os
 import pkgutil
 import random
 import shlex
 import shutil
 import signal
-import socket
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 
+from several import processes, together
 from tntprune.analysis.evaluate import evaluate
 from tntprune.analysis.macs import macs
 from tntprune.backbones.models import load_model, shape_of
@@ -32,20 +31,25 @@ from tntprune.errors import UsageError, UserError
 from tntprune.methods import ATS, TNT, AViT, Combination, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, to_dict
 from tntprune.reduce import reduce_
 from tntprune.serialization.checkpoint import save
-from tntprune.sweep import Job, plan, sweep
+from tntprune.sweep import SweepRequest, carry_out, plan_sweep
 from tntprune.sweep.grid import of_methods, of_reducer
-from tntprune.sweep.jobs import Saved, built, name_of, scheme_of
-from tntprune.sweep.results import Row
-from tntprune.sweep.results_file import Ledger
-from tntprune.system.distributed import World, join
+from tntprune.sweep.request import TrainedReducer, built, name_of, scheme_of
+from tntprune.sweep.results import ResultRow
+from tntprune.sweep.results_file import ResultsFile
+from tntprune.system.distributed import World
 from tntprune.system.precision import autocast, exact_head_
 
 MODEL, SIZE = "test_vit", (64, 64)
 WORDNET = ImageNetInfo("imagenet-1k").label_names()
 
 # Processes that get killed, or that work together, are forked from one that has imported everything and run nothing.
-processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tntprune.sweep", "tntprune.cli.main", "timm", "accelerate", "pytest"])
+
+
+def sweep(requests, data, out, **options):
+    names = ("weights", "batch_size", "precision", "limit", "img_size", "random_weights")
+    planning = {name: options.pop(name) for name in names if name in options}
+    return carry_out(plan_sweep(requests, data, **planning), out, **options)
 
 
 @pytest.fixture(scope="module")
@@ -92,26 +96,26 @@ def shown(model, path):
 def run(home, tmp_path):
     """`sweep` of the tiny model on the tiny photos, into one file."""
 
-    def call(jobs, **options):
+    def call(asked, **options):
         files = {name: home / f"{name}.safetensors" for name in (MODEL, "test_vit2")}
         given = {"weights": files, "img_size": SIZE, "batch_size": 8, "workers": 0, "progress": False, "speed": False}
         out = options.pop("out", tmp_path / "results.jsonl")
-        return sweep(jobs, options.pop("data", home / "photos"), out, **given | options)
+        return sweep(asked, options.pop("data", home / "photos"), out, **given | options)
 
     return call
 
 
-def jobs_of(home):
+def requests_of(home):
     several = [
         Random(at=2, keep=0.5), TopK(at=2, keep=0.6), EViT(at=3, keep=0.4), ToMe(r=2), ATS(at=2, keep=0.5),
         AViT(at=(2, 4), keep=0.7), EvoViT(at=2, keep=0.5), Combination(parts=(Random(at=1, keep=0.8), ToMe(at=4, r=3))),
     ]  # fmt: skip
     return [
-        *(Job(MODEL, config) for config in several),
-        Job(MODEL, None, home / "tnt"),
-        Job(MODEL, TNT(at=3, keep=0.3, similar=2), home / "tnt"),
-        Job(MODEL, EViT(at=2, keep=0.8), home / "evit"),
-        Job(MODEL, None, home / "evit", name="tuned", scheme="multi"),
+        *(SweepRequest(MODEL, config) for config in several),
+        SweepRequest(MODEL, None, home / "tnt"),
+        SweepRequest(MODEL, TNT(at=3, keep=0.3, similar=2), home / "tnt"),
+        SweepRequest(MODEL, EViT(at=2, keep=0.8), home / "evit"),
+        SweepRequest(MODEL, None, home / "evit", name="tuned", scheme="multi"),
     ]
 
 
@@ -125,7 +129,7 @@ def timeless(row):
 
 
 def lines(path):
-    return [Row.from_json(line) for line in path.read_text().splitlines()]
+    return [ResultRow.from_json(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +138,7 @@ def straight(home, tmp_path_factory):
     out = tmp_path_factory.mktemp("straight") / "results.jsonl"
     files = {MODEL: home / f"{MODEL}.safetensors"}
     return sweep(
-        jobs_of(home), home / "photos", out, weights=files, img_size=SIZE, batch_size=8, workers=0, speed=False,
+        requests_of(home), home / "photos", out, weights=files, img_size=SIZE, batch_size=8, workers=0, speed=False,
         progress=False,
     )  # fmt: skip
 
@@ -148,9 +152,9 @@ def test_rows_are_those_of_evaluate_one_by_one(home, straight):
 
     photos = labelled_photos(home / "photos", fresh())
     assert len(straight) == 13 and straight[0].name == "unpruned"
-    for row, job in zip(straight, [Job(MODEL, None), *jobs_of(home)], strict=True):
+    for row, one in zip(straight, [SweepRequest(MODEL, None), *requests_of(home)], strict=True):
         base, own = fresh(), fresh()
-        model = built(own, own, job.config, None if job.reducer is None else Saved(job.reducer))
+        model = built(own, own, one.config, None if one.reducer is None else TrainedReducer(one.reducer))
         found = evaluate(model, photos, batch_size=8, workers=0, base=base, progress=False)
         assert (row.top1, row.top5, row.agreement) == (found.top1, found.top5, found.agreement)
         assert (row.macs, row.tokens, row.images) == (found.macs, found.tokens, found.images)
@@ -161,7 +165,7 @@ def test_rows_are_those_of_evaluate_one_by_one(home, straight):
 
 @pytest.mark.parametrize("options", [{"together": 1}, {"together": 3}, {"together": 50, "workers": 2}])
 def test_how_they_are_grouped_and_read_does_not_matter(home, run, straight, options):
-    assert same(run(jobs_of(home), **options), straight)
+    assert same(run(requests_of(home), **options), straight)
 
 
 def test_a_model_has_the_classes_of_its_weights(home, run, tmp_path):
@@ -171,7 +175,7 @@ def test_a_model_has_the_classes_of_its_weights(home, run, tmp_path):
     for number, photo in enumerate(sorted((home / "photos").glob("*/*.png"))[:6]):
         (tmp_path / "own" / f"class{number % 3}").mkdir(parents=True, exist_ok=True)
         (tmp_path / "own" / f"class{number % 3}" / photo.name).write_bytes(photo.read_bytes())
-    row = run([Job(MODEL, None)], data=tmp_path / "own", weights={MODEL: weights})[0]
+    row = run([SweepRequest(MODEL, None)], data=tmp_path / "own", weights={MODEL: weights})[0]
     model = load_model(MODEL, weights, img_size=SIZE)
     expected = evaluate(model, labelled_photos(tmp_path / "own", model), batch_size=8, workers=0, progress=False)
     assert (row.top1, row.top5, row.macs) == (expected.top1, 100, expected.macs)
@@ -179,10 +183,10 @@ def test_a_model_has_the_classes_of_its_weights(home, run, tmp_path):
 
 def test_a_setting_named_twice_is_measured_once_and_given_twice(run, tmp_path):
     once, twice = (
-        Job(MODEL, Random(at=2, keep=0.5)),
-        Job(MODEL, Random(at=2, keep=(0.5,)), name="again", scheme="multi"),
+        SweepRequest(MODEL, Random(at=2, keep=0.5)),
+        SweepRequest(MODEL, Random(at=2, keep=(0.5,)), name="again", scheme="multi"),
     )
-    rows = run([once, Job(MODEL, None, name="whole"), twice])
+    rows = run([once, SweepRequest(MODEL, None, name="whole"), twice])
     assert [(row.name, row.scheme) for row in rows] == [
         ("random drop", "single"), ("whole", "unpruned"), ("again", "multi")
     ]  # fmt: skip
@@ -191,7 +195,8 @@ def test_a_setting_named_twice_is_measured_once_and_given_twice(run, tmp_path):
 
 def test_the_photos_of_a_limit_are_always_the_same_and_nested(home):
     def photos(limit):
-        return plan([Job(MODEL, None)], home / "photos", limit=limit, random_weights=True).backbones[0].photos
+        made = plan_sweep([SweepRequest(MODEL, None)], home / "photos", limit=limit, random_weights=True)
+        return made.models[0].photos
 
     assert photos(5) == photos(5) and len(photos(5)) == 5
     assert set(photos(5)) < set(photos(9)) < set(photos(None))
@@ -199,9 +204,9 @@ def test_the_photos_of_a_limit_are_always_the_same_and_nested(home):
 
 
 def test_what_decides_the_result_decides_the_key(home, tmp_path):
-    def key(job=None, data=home / "photos", **options):
+    def key(one=None, data=home / "photos", **options):
         given = {"img_size": SIZE, "weights": {MODEL: home / f"{MODEL}.safetensors"}} | options
-        return plan([job or Job(MODEL, Random(at=2))], data, **given).tasks[-1].key
+        return plan_sweep([one or SweepRequest(MODEL, Random(at=2))], data, **given).settings[-1].key
 
     other = tmp_path / "other.safetensors"
     save_file({"one": torch.zeros(1)}, other)
@@ -209,11 +214,12 @@ def test_what_decides_the_result_decides_the_key(home, tmp_path):
     moved.symlink_to(home / "photos")
     keys = [
         key(), key(weights={}), key(weights={MODEL: other}), key(random_weights=True), key(batch_size=3), key(limit=5),
-        key(precision="bf16"), key(img_size=(96, 96)), key(Job(MODEL, Random(at=3))), key(Job(MODEL, None)),
-        key(Job(MODEL, None, home / "tnt")), key(Job(MODEL, TNT(at=2, keep=0.4), home / "tnt")),
+        key(precision="bf16"), key(img_size=(96, 96)),
+        key(SweepRequest(MODEL, Random(at=3))), key(SweepRequest(MODEL, None)),
+        key(SweepRequest(MODEL, None, home / "tnt")), key(SweepRequest(MODEL, TNT(at=2, keep=0.4), home / "tnt")),
     ]  # fmt: skip
     assert len(set(keys)) == len(keys)
-    assert key(Job(MODEL, Random(at=2), name="x", scheme="multi")) == key() == key(data=moved)
+    assert key(SweepRequest(MODEL, Random(at=2), name="x", scheme="multi")) == key() == key(data=moved)
 
 
 def test_bad_photos_stop_it_or_are_counted(home, run, tmp_path, capsys):
@@ -222,20 +228,20 @@ def test_bad_photos_stop_it_or_are_counted(home, run, tmp_path, capsys):
     shutil.copytree(home / "photos", tmp_path / "photos")
     bad = sorted((tmp_path / "photos").glob("*/*.png"))[4]
     bad.write_bytes(b"not an image")
-    jobs = [Job(MODEL, Random(at=2, keep=0.5)), Job(MODEL, ATS(at=2, keep=0.5))]
+    asked = [SweepRequest(MODEL, Random(at=2, keep=0.5)), SweepRequest(MODEL, ATS(at=2, keep=0.5))]
     with pytest.raises(UserError, match=r"(?s)not an image.*--on-bad-image skip"):
-        run(jobs, data=tmp_path / "photos")
-    rows = run(jobs, data=tmp_path / "photos", on_bad_image="skip", together=1)
+        run(asked, data=tmp_path / "photos")
+    rows = run(asked, data=tmp_path / "photos", on_bad_image="skip", together=1)
     assert [(row.images, row.skipped) for row in rows] == [(20, 1)] * 3
     assert capsys.readouterr().err.count(bad.name) == 1
     again = [str(tmp_path / "again.jsonl") if word == "again.jsonl" else word for word in shlex.split(rows[1].command)]
     assert main([*again[1:], "--no-speed"]) == 3  # the command of a row skips them too
-    assert Ledger(tmp_path / "again.jsonl").rows()[rows[1].setting.key].right == rows[1].right
+    assert ResultsFile(tmp_path / "again.jsonl").rows()[rows[1].setting.key].right == rows[1].right
 
 
 def test_half_precision_leaves_the_head_in_fp32(home, run):
-    job = Job(MODEL, Random(at=2, keep=0.5))
-    low, full = run([job], precision="bf16")[1], run([job])[1]
+    one = SweepRequest(MODEL, Random(at=2, keep=0.5))
+    low, full = run([one], precision="bf16")[1], run([one])[1]
     assert low.setting.precision == "bf16" and low.setting.key != full.setting.key and low.macs == full.macs
     model = exact_head_(load_model(MODEL, home / f"{MODEL}.safetensors", img_size=SIZE))
     images = torch.randn(3, 3, *SIZE)
@@ -251,35 +257,35 @@ def test_half_precision_leaves_the_head_in_fp32(home, run):
 
 
 def test_it_goes_on_with_what_is_missing(home, run, straight, tmp_path, monkeypatch):
-    jobs = jobs_of(home)
-    run(jobs[:5])
+    asked = requests_of(home)
+    run(asked[:5])
     before = (tmp_path / "results.jsonl").read_text()
     measured = counting(monkeypatch, "tntprune.sweep.run_sweep.accuracy", lambda base, models, *rest: len(models))
-    assert same(run(jobs), straight)
-    assert sum(measured) == len(jobs) - 5 and (tmp_path / "results.jsonl").read_text().startswith(before)
+    assert same(run(asked), straight)
+    assert sum(measured) == len(asked) - 5 and (tmp_path / "results.jsonl").read_text().startswith(before)
     loads = counting(monkeypatch, "tntprune.sweep.host.load_model")
-    assert same(run(jobs), straight) and not loads  # there is nothing to do
+    assert same(run(asked), straight) and not loads  # there is nothing to do
 
 
 def test_speed_is_added_later_without_redoing_the_accuracy(run, straight, tmp_path, monkeypatch):
-    jobs = [Job(MODEL, Random(at=2, keep=0.5)), Job(MODEL, TopK(at=2, keep=0.6))]
-    rows = run(jobs)
+    asked = [SweepRequest(MODEL, Random(at=2, keep=0.5)), SweepRequest(MODEL, TopK(at=2, keep=0.6))]
+    rows = run(asked)
     assert all((row.images_per_s, row.speedup, row.peak_mib, row.busy) == (None,) * 4 for row in rows)
     measured = counting(monkeypatch, "tntprune.sweep.run_sweep.accuracy")
-    timed = run(jobs, speed=True, rounds=3)
+    timed = run(asked, speed=True, rounds=3)
     assert not measured and same(timed, rows) and same(rows, straight[:3])
     assert all(row.images_per_s > 0 and row.speedup > 0 and row.peak_mib > 0 for row in timed)
     assert timed[0].speedup == 1 and timed[1].about["speed"]["rounds"] == 3
     assert lines(tmp_path / "results.jsonl") == [*rows, *timed]
-    assert run(jobs, speed=True) == timed and len(lines(tmp_path / "results.jsonl")) == 6
-    jobs.append(Job(MODEL, EViT(at=3, keep=0.4)))
+    assert run(asked, speed=True) == timed and len(lines(tmp_path / "results.jsonl")) == 6
+    asked.append(SweepRequest(MODEL, EViT(at=3, keep=0.4)))
     monkeypatch.undo()
-    assert same(run(jobs, speed=True, rounds=3), straight[:4])
+    assert same(run(asked, speed=True, rounds=3), straight[:4])
     assert len(lines(tmp_path / "results.jsonl")) == 8  # the new one, and then its speed
 
 
 def test_a_full_disk_stops_it_and_what_was_done_is_kept(home, run, straight, tmp_path, monkeypatch):
-    add, seen = Ledger.add, []
+    add, seen = ResultsFile.add, []
 
     def full(self, row):
         seen.append(row)
@@ -287,12 +293,12 @@ def test_a_full_disk_stops_it_and_what_was_done_is_kept(home, run, straight, tmp
             raise UserError("no room")
         add(self, row)
 
-    monkeypatch.setattr(Ledger, "add", full)
+    monkeypatch.setattr(ResultsFile, "add", full)
     with pytest.raises(UserError, match="no room"):
-        run(jobs_of(home), together=2)
+        run(requests_of(home), together=2)
     assert len(lines(tmp_path / "results.jsonl")) == 3
     monkeypatch.undo()
-    assert same(run(jobs_of(home)), straight)
+    assert same(run(requests_of(home)), straight)
 
 
 def counting(monkeypatch, where, what=lambda *args, **options: 1):
@@ -313,7 +319,7 @@ def counting(monkeypatch, where, what=lambda *args, **options: 1):
 
 
 def many(count, name=MODEL):
-    return [Job(name, Random(at=1 + number % 5, keep=(20 + number) / 100)) for number in range(count)]
+    return [SweepRequest(name, Random(at=1 + number % 5, keep=(20 + number) / 100)) for number in range(count)]
 
 
 def test_fifty_settings_load_each_model_once_and_list_the_photos_once(home, run, monkeypatch):
@@ -326,7 +332,7 @@ def test_fifty_settings_load_each_model_once_and_list_the_photos_once(home, run,
     loads = counting(monkeypatch, "tntprune.sweep.host.load_model", check)
     lists = counting(monkeypatch, "tntprune.data.folders.find_images")
     reads = counting(monkeypatch, "tntprune.data.folders.Photo.read")
-    reads_files = counting(monkeypatch, "tntprune.sweep.jobs.read")
+    reads_files = counting(monkeypatch, "tntprune.sweep.request.read")
     make = load_model
 
     def remembered(*args):
@@ -335,7 +341,7 @@ def test_fifty_settings_load_each_model_once_and_list_the_photos_once(home, run,
         return model
 
     monkeypatch.setattr("tntprune.sweep.host.load_model", lambda *args: (loads.append(check()), remembered(*args))[1])
-    saved = [Job(MODEL, TNT(at=2, keep=(30 + number) / 100), home / "tnt") for number in range(5)]
+    saved = [SweepRequest(MODEL, TNT(at=2, keep=(30 + number) / 100), home / "tnt") for number in range(5)]
     rows = run([*many(20), *saved, *many(25, "test_vit2")], limit=3)
     assert len(rows) == 52 and len(loads) == 2 and len(lists) == 1 and len(reads_files) == 1
     assert len(reads) == 3 * (4 + 4)  # 26 settings of each model in groups of eight: each photo once a group
@@ -372,13 +378,13 @@ def test_memory_grows_neither_with_photos_nor_with_settings(run, monkeypatch, ph
 def test_settings_share_their_weights_unless_they_were_trained(home):
     from tntprune.sweep.host import Host
 
-    jobs = [Job(MODEL, Random(at=2)), Job(MODEL, None, home / "tnt"), *[
-        Job(MODEL, EViT(at=2, keep=keep), home / "evit") for keep in (0.3, 0.6)
+    asked = [SweepRequest(MODEL, Random(at=2)), SweepRequest(MODEL, None, home / "tnt"), *[
+        SweepRequest(MODEL, EViT(at=2, keep=keep), home / "evit") for keep in (0.3, 0.6)
     ]]  # fmt: skip
-    made = plan(jobs, home / "photos", weights={MODEL: home / f"{MODEL}.safetensors"}, img_size=SIZE)
-    host = Host(made, made.backbones[0], "cpu", 0)
+    made = plan_sweep(asked, home / "photos", weights={MODEL: home / f"{MODEL}.safetensors"}, img_size=SIZE)
+    host = Host(made, made.models[0], "cpu", 0)
     before = {name: value.clone() for name, value in host.model.state_dict().items()}
-    with host.models(made.backbones[0].tasks) as models:
+    with host.models(made.models[0].settings) as models:
         weights = [model.blocks[0].mlp.fc1.weight for model in models]
         assert models[0] is host.model
         assert weights[0] is weights[1] is weights[2] and weights[3] is weights[4] is not weights[0]
@@ -428,61 +434,50 @@ def sweep_and_die(home, out, moment):
 
     Photo.read, Tally.count, os.write, os.fsync = ticking(read), ticking(count), halves, ticking(fsync)
     measure.peak_memory = ticking(lambda call, device: None)
-    sweep(jobs_of(home), home / "photos", out, together=2, **options_of(home))
+    sweep(requests_of(home), home / "photos", out, together=2, **options_of(home))
 
 
-def test_killed_ten_times_it_ends_as_if_left_alone(home, straight, tmp_path):
+@pytest.mark.parametrize("times", [3, pytest.param(10, marks=pytest.mark.wide)])
+def test_killed_again_and_again_it_ends_as_if_left_alone(home, straight, tmp_path, times):
     out = tmp_path / "results.jsonl"
     drawn = random.Random(5)
-    before: list[Row] = []
-    for _ in range(10):
+    before: list[ResultRow] = []
+    for _ in range(times):
         process = processes.Process(target=sweep_and_die, args=(home, out, drawn.randint(1, 60)))
         process.start()
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-        now = list(Ledger(out).rows().values())
+        now = list(ResultsFile(out).rows().values())
         assert [one.setting for one in now][: len(before)] == [one.setting for one in before]
         before = now
-    rows = sweep(jobs_of(home), home / "photos", out, **options_of(home))
+    rows = sweep(requests_of(home), home / "photos", out, **options_of(home))
     assert same(rows, straight) and all(row.images_per_s for row in rows)
     assert len(lines(out)) == 2 * len(rows)  # each once, and once more with its speed
 
 
-def one_of_two(home, out, rank, port):
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1"}
-    world, added, add = join("cpu"), [], Ledger.add
+def one_of_two(world, home, out):
+    added, add = [], ResultsFile.add
 
     def adding(self, row):
         added.append(row.images_per_s is not None)
         add(self, row)
 
-    Ledger.add = adding
-    rows = sweep(jobs_of(home), home / "photos", out, together=2, world=world, **options_of(home))
+    ResultsFile.add = adding
+    rows = sweep(requests_of(home), home / "photos", out, together=2, world=world, **options_of(home))
     told = {"rows": [row.to_json() for row in rows], "counted": added.count(False), "timed": added.count(True)}
-    out.with_name(f"{rank}.json").write_text(json.dumps(told))
-    torch.distributed.destroy_process_group()
+    out.with_name(f"{world.rank}.json").write_text(json.dumps(told))
 
 
 def test_two_processes_give_what_one_gives(home, straight, tmp_path):
     out = tmp_path / "results.jsonl"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    both = [processes.Process(target=one_of_two, args=(home, out, rank, port)) for rank in range(2)]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join(100)
-    assert [process.exitcode for process in both] == [0, 0]
+    together(2, one_of_two, home, out)
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for one in told:
-        assert same([Row.from_json(line) for line in one["rows"]], straight)
+        assert same([ResultRow.from_json(line) for line in one["rows"]], straight)
     assert [one["counted"] for one in told] == [7, 6]  # 13 settings
     assert [one["timed"] for one in told] == [13, 0]  # by one of them, when the other has ended
     assert len(lines(out)) == 26
-    assert same(sweep(jobs_of(home), home / "photos", out, **options_of(home)), straight) and len(lines(out)) == 26
+    assert same(sweep(requests_of(home), home / "photos", out, **options_of(home)), straight) and len(lines(out)) == 26
 
 
 class Beside(World):
@@ -502,29 +497,33 @@ class Beside(World):
 
 def test_what_a_stranger_adds_meanwhile_does_not_change_who_does_what(run, tmp_path):
     """Both processes share out what was missing at the start; else a setting would be nobody's."""
-    jobs = [Job(name, config) for name in (MODEL, "test_vit2") for config in (None, Random(at=2, keep=0.5), ToMe(r=2))]
-    there = run(jobs, out=tmp_path / "there.jsonl")
-    ledger = Ledger(tmp_path / "results.jsonl")
+    asked = [
+        SweepRequest(name, config)
+        for name in (MODEL, "test_vit2")
+        for config in (None, Random(at=2, keep=0.5), ToMe(r=2))
+    ]
+    there = run(asked, out=tmp_path / "there.jsonl")
+    file = ResultsFile(tmp_path / "results.jsonl")
 
     def add(*rows):
-        return lambda: [ledger.add(row) for row in rows]
+        return lambda: [file.add(row) for row in rows]
 
     world = Beside(add(there[1], there[3]), add(), add(there[4]))  # the other's share, and one of the stranger's
-    assert same(run(jobs, speed=True, rounds=3, world=world), there)
-    assert [row.setting.key for row in lines(ledger.path)].count(there[5].setting.key) == 2  # counted, and timed
+    assert same(run(asked, speed=True, rounds=3, world=world), there)
+    assert [row.setting.key for row in lines(file.path)].count(there[5].setting.key) == 2  # counted, and timed
 
 
 # What cannot be measured
 
 
 def test_what_a_model_cannot_take_is_told_at_the_start_and_left_out(home, run, capsys, tmp_path):
-    jobs = [
-        Job("test_vit2", EViT(at=2)), Job("test_vit2", Random(at=2, keep=0.5)), Job("test_vit2", TNT(at=2)),
-        Job("test_vit2", Random(at=9)), Job("test_vit2", None, home / "tnt", name="mine"),
-        Job(MODEL, TNT(at=5), home / "tnt"), Job(MODEL, TopK(at=2), home / "evit"), Job(MODEL, Random(tokens=99)),
-        Job(MODEL, AViT(), tmp_path / "nowhere"),
+    asked = [
+        *(SweepRequest("test_vit2", one) for one in (EViT(at=2), Random(at=2, keep=0.5), TNT(at=2), Random(at=9))),
+        SweepRequest("test_vit2", None, home / "tnt", name="mine"), SweepRequest(MODEL, TNT(at=5), home / "tnt"),
+        SweepRequest(MODEL, TopK(at=2), home / "evit"), SweepRequest(MODEL, Random(tokens=99)),
+        SweepRequest(MODEL, AViT(), tmp_path / "nowhere"),
     ]  # fmt: skip
-    rows = run(jobs)
+    rows = run(asked)
     told = capsys.readouterr().err.splitlines()
     assert [row.setting.model for row in rows] == ["test_vit2", "test_vit2", MODEL]
     assert len(told) == 8 and all(line.startswith("left out: test_vit") for line in told)
@@ -532,24 +531,24 @@ def test_what_a_model_cannot_take_is_told_at_the_start_and_left_out(home, run, c
              "holds evit", "only 16 patch tokens", "no such folder"]  # fmt: skip
     assert [word for word, line in zip(words, told, strict=True) if word not in line] == []
     with pytest.raises(UserError, match="no setting can be measured: test_vit2, evit at=2"):
-        run([Job("test_vit2", EViT(at=2))], out=tmp_path / "other.jsonl")
+        run([SweepRequest("test_vit2", EViT(at=2))], out=tmp_path / "other.jsonl")
     assert not (tmp_path / "other.jsonl").exists()
 
 
 def test_what_cannot_be_at_all_is_refused_before_anything_is_measured(home, run, tmp_path):
-    job = Job(MODEL, Random(at=2))
+    one = SweepRequest(MODEL, Random(at=2))
     with pytest.raises(UserError, match="no setting was given"):
         run([])
     with pytest.raises(UsageError, match="unknown model"):
-        run([job, Job("test_vat", None)])
+        run([one, SweepRequest("test_vat", None)])
     with pytest.raises(UserError, match="no such folder"):
-        run([job], data=tmp_path / "photos")
+        run([one], data=tmp_path / "photos")
     with pytest.raises(UserError, match="cannot be opened"):
-        run([job], out=tmp_path / "nowhere" / "results.jsonl")
+        run([one], out=tmp_path / "nowhere" / "results.jsonl")
     with pytest.raises(UsageError, match="together=0"):
-        run([job], together=0)
+        run([one], together=0)
     with pytest.raises(UsageError, match="rounds=2"):
-        run([job], rounds=2)
+        run([one], rounds=2)
 
 
 # Names
@@ -631,17 +630,17 @@ def test_overwritten_photos_are_measured_again(home, run, tmp_path):
     """Same names, same folders, other pixels: the rows of the old photos say nothing about the new ones."""
     photos = tmp_path / "photos"
     shutil.copytree(home / "photos", photos)
-    (before,) = run([Job(MODEL, None)], data=photos)
-    assert same(run([Job(MODEL, None)], data=photos), [before])
+    (before,) = run([SweepRequest(MODEL, None)], data=photos)
+    assert same(run([SweepRequest(MODEL, None)], data=photos), [before])
     paths = sorted(photos.rglob("*.png"))
     contents = [path.read_bytes() for path in paths]
     for path, content in zip(paths, [*contents[1:], contents[0]], strict=True):
         path.write_bytes(content)
-    (after,) = run([Job(MODEL, None)], data=photos)
+    (after,) = run([SweepRequest(MODEL, None)], data=photos)
     assert after.setting.data != before.setting.data and after.right != before.right
     assert len(lines(tmp_path / "results.jsonl")) == 2
     shutil.copytree(home / "photos", tmp_path / "copy")  # another place and another time: the same photos
-    assert run([Job(MODEL, None)], data=tmp_path / "copy")[0].setting == before.setting
+    assert run([SweepRequest(MODEL, None)], data=tmp_path / "copy")[0].setting == before.setting
 
 
 def test_shipped_scorers_have_the_name_they_have_everywhere(tmp_path, capsys):
@@ -658,10 +657,10 @@ def test_shipped_scorers_have_the_name_they_have_everywhere(tmp_path, capsys):
     assert "nothing is shipped for vit_small_patch16_224" in capsys.readouterr().err
     (tmp_path / "random.safetensors").touch()
     save_file(timm.create_model("vit_tiny_patch16_224").state_dict(), tmp_path / "random.safetensors")
-    job = Job("vit_tiny_patch16_224", TNT(at=2, keep=0.5), "pretrained")
-    files = {job.model: tmp_path / "random.safetensors"}
+    one = SweepRequest("vit_tiny_patch16_224", TNT(at=2, keep=0.5), "pretrained")
+    files = {one.model: tmp_path / "random.safetensors"}
     with pytest.raises(UserError, match=r"made for the pretrained weights of vit_tiny.*and these are others"):
-        sweep([job], photo.parents[1], tmp_path / "out.jsonl", weights=files, workers=0, progress=False, speed=False)
+        sweep([one], photo.parents[1], tmp_path / "out.jsonl", weights=files, workers=0, progress=False, speed=False)
 
 
 @pytest.fixture
@@ -692,7 +691,7 @@ def test_the_command(call, straight, home, tmp_path):
     assert [one["done"] for one in planned["settings"]] == [False] * 4 and not (tmp_path / "cli.jsonl").exists()
     assert planned["settings"][1]["macs"] == straight[1].macs
     found = json.loads(call(*given, "--no-speed", "--json").out)
-    rows = [Row.from_json(json.dumps(row)) for row in found["rows"]]
+    rows = [ResultRow.from_json(json.dumps(row)) for row in found["rows"]]
     assert same(rows[:3], straight[:3]) and rows[3].setting.reducer == straight[9].setting.reducer
     planned = json.loads(call(*given, "--dry-run", "--json").out)
     assert [(one["done"], one["timed"]) for one in planned["settings"]] == [(True, False)] * 4
@@ -709,7 +708,7 @@ def test_the_command_of_a_row_measures_it_again(straight, tmp_path):
         words = shlex.split(row.command)
         out = tmp_path / f"{row.setting.key}.jsonl"
         assert main([*[str(out) if word == "again.jsonl" else word for word in words[1:]], "--no-speed"]) == 0
-        again = Ledger(out).rows()[row.setting.key]
+        again = ResultsFile(out).rows()[row.setting.key]
         assert replace(timeless(again), name=row.name, scheme=row.scheme) == timeless(row)
     assert words[0] == "tntprune" and str(Path.cwd()) not in row.command
 
@@ -762,8 +761,8 @@ def test_several_models_need_names_of_their_weights(home, tmp_path, capsys):
 
 
 def test_configs_go_into_the_file_and_come_out_as_they_were(straight, home):
-    for row, job in zip(straight[1:], jobs_of(home), strict=True):
-        if job.reducer is None:
-            assert row.setting.config == json.loads(json.dumps(to_dict(job.config)))
+    for row, one in zip(straight[1:], requests_of(home), strict=True):
+        if one.reducer is None:
+            assert row.setting.config == json.loads(json.dumps(to_dict(one.config)))
     assert config_from_text("random at=2 keep=0.5") == Random(at=2, keep=0.5)
     assert shape_of(MODEL).num_classes == 1000

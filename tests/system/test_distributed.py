@@ -129,7 +129,13 @@ def test_parts_make_no_difference_but_rounding(tmp_path, parts):
     out = tmp_path / "out"
     model, whole = (reduce_(make("plain"), TopK(at=2)) for _ in range(2))
     train_run(model, TensorSource(IMAGES, LABELS, 8, 0), training, out, progress=False)
-    train_run(whole, TensorSource(IMAGES, LABELS, 8, 0), replace(training, micro_batches=1), tmp_path / "whole", progress=False)
+    train_run(
+        whole,
+        TensorSource(IMAGES, LABELS, 8, 0),
+        replace(training, micro_batches=1),
+        tmp_path / "whole",
+        progress=False,
+    )
     assert lines(out)[0]["loss"] == pytest.approx(lines(tmp_path / "whole")[0]["loss"], rel=1e-5)
     assert lines(out)[-1]["loss"] == pytest.approx(lines(tmp_path / "whole")[-1]["loss"], rel=1e-2)
 
@@ -176,7 +182,10 @@ def test_another_number_of_processes_goes_on(tmp_path):
     trained(ALONE, tmp_path / "open", "tnt", OPEN, resume=True)
     for out in ("from two", "from one", "open"):
         assert same(tmp_path / "one", tmp_path / out) and lines(tmp_path / "one") == lines(tmp_path / out), out
-    assert json.loads(read_metadata(tmp_path / "open" / "reducer.safetensors")["made_by"])["training"]["micro_batches"] == 2
+    assert (
+        json.loads(read_metadata(tmp_path / "open" / "reducer.safetensors")["made_by"])["training"]["micro_batches"]
+        == 2
+    )
 
 
 def test_parts_are_shared_evenly_or_refused():

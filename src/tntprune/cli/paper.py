@@ -64,12 +64,13 @@ def paper(
     import shlex
     import sys
 
-    from tntprune.paper.agenda import make_plan
-    from tntprune.paper.names import BACKBONES
+    from tntprune.errors import UsageError
+    from tntprune.paper.entries import BACKBONES
+    from tntprune.paper.plan import make_plan
 
     plan = make_plan(backbones or BACKBONES, only)
     if dry_run:
-        from tntprune.paper.dry import dry
+        from tntprune.paper.dry_run import dry_run as dry
 
         told, text = dry(plan, data, train_data, recipe, limit, device, precision, speed)
         tell(json, told, text)

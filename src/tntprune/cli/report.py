@@ -13,7 +13,7 @@ from tntprune.errors import UsageError, UserError
 from tntprune.system.flags import Written
 
 if TYPE_CHECKING:
-    from tntprune.sweep.results import Row
+    from tntprune.sweep.results import ResultRow
 
 BLOCKS = (1, 2, 3, 4, 5)  # of the paper's token maps
 KEEP = 0.5
@@ -64,7 +64,7 @@ def report(
         raise UsageError("no results given; expected one or more files that tntprune sweep wrote")
     if bool(photos) != bool(model and reducer):
         raise UsageError("token maps need --photos, --model and --reducer; expected all of them, or none")
-    found: dict[str, Row] = {}
+    found: dict[str, ResultRow] = {}
     for path in results:
         for row in _rows(path):
             known = found.get(row.setting.key)
@@ -95,14 +95,14 @@ def report(
     return 0
 
 
-def _rows(path: Path) -> list[Row]:
-    from tntprune.sweep.results_file import Ledger
+def _rows(path: Path) -> list[ResultRow]:
+    from tntprune.sweep.results_file import ResultsFile
 
     if not path.is_file():
         raise UserError(
             f"{path}: {'not a file' if path.exists() else 'no such file'}; expected what tntprune sweep wrote"
         )
-    rows = Ledger(path).rows()
+    rows = ResultsFile(path).rows()
     if not rows:
         raise UserError(f"{path}: no row in it; expected what tntprune sweep wrote")
     return list(rows.values())

@@ -13,12 +13,11 @@ from tntprune.cli.console import tell
 from tntprune.cli.flags import BatchSize, Device, ImgSize, Json, Limit, OnBadImage, Workers, flag
 from tntprune.errors import UsageError
 from tntprune.system.flags import Whole, Written
-from tntprune.system.messages import warn
 from tntprune.system.units import unit_of
 
 if TYPE_CHECKING:
-    from tntprune.sweep import Job, Plan
-    from tntprune.sweep.results import Row
+    from tntprune.sweep import SweepPlan, SweepRequest
+    from tntprune.sweep.results import ResultRow
 
 
 def sweep(
@@ -79,9 +78,9 @@ def sweep(
     """
     from tntprune.backbones.models import check_device, check_name
     from tntprune.methods.checks import check_whole
-    from tntprune.sweep import carry_out, plan
+    from tntprune.sweep import carry_out, plan_sweep
     from tntprune.sweep.grid import by_model
-    from tntprune.sweep.results_file import Ledger
+    from tntprune.sweep.results_file import ResultsFile
     from tntprune.system.distributed import join
     from tntprune.system.storage import check_output
 
@@ -91,17 +90,14 @@ def sweep(
     check_device(device)
     files = {name: Path(file) for name, file in by_model(weights, models, "file")}
     check_output(out, [data, *files.values()])
-    made = plan(
+    made = plan_sweep(
         _jobs(models, methods, reducers, at, rates, img_size), data, weights=files, batch_size=batch_size,
         precision=precision, limit=limit, img_size=img_size, random_weights=random_weights,
     )  # fmt: skip
     if dry_run:
-        _tell_plan(json, made, Ledger(out).rows())
+        _tell_plan(json, made, ResultsFile(out).rows())
         return 3 if made.left_out else 0
     world = join(device)
-    if world.main:
-        for line in made.left_out:
-            warn(f"left out: {line}")
     rows = carry_out(
         made, out, device=device, workers=workers, together=together, speed=speed, rounds=rounds,
         on_bad_image=on_bad_image, world=world,
@@ -115,10 +111,10 @@ def sweep(
 def _jobs(
     models: Sequence[str], methods: Sequence[str], reducers: Sequence[str], at: Sequence[str], rates: Sequence[str],
     img_size: tuple[int, int] | None,
-) -> list[Job]:  # fmt: skip
+) -> list[SweepRequest]:  # fmt: skip
     """Every model with every method, at every location and rate."""
     from tntprune.backbones.models import shape_of
-    from tntprune.sweep import Job
+    from tntprune.sweep import SweepRequest
     from tntprune.sweep.grid import by_model, of_methods, of_reducer
 
     configs = [config for text in methods for config in of_methods(text, at, rates)]
@@ -128,32 +124,34 @@ def _jobs(
         raise UsageError("--at and --rates were given without --methods or --reducers; expected one of them")
     found = []
     for model in models:
-        found.append(Job(model, None))
-        found += [Job(model, config) for config in configs]
-        found += [Job(model, one, folder) for name, folder, several in saved if name == model for one in several]
+        found.append(SweepRequest(model, None))
+        found += [SweepRequest(model, config) for config in configs]
+        found += [
+            SweepRequest(model, one, folder) for name, folder, several in saved if name == model for one in several
+        ]
     return found
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def _plain(row: ResultRow) -> dict[str, Any]:
     import json
 
     return json.loads(row.to_json())  # type: ignore[no-any-return]
 
 
-def _tell_plan(json: bool, made: Plan, rows: dict[str, Row]) -> None:
-    tasks = list({task.key: task for task in made.tasks}.values())
+def _tell_plan(json: bool, made: SweepPlan, rows: dict[str, ResultRow]) -> None:
+    settings = list({one.key: one for one in made.settings}.values())
     told: list[dict[str, Any]] = [
         {
-            "key": task.key, "model": task.setting.model, "name": task.name, "scheme": task.scheme,
-            "config": task.setting.config, "macs": task.macs, "base_macs": task.base_macs, "done": task.key in rows,
-            "timed": task.key in rows and rows[task.key].images_per_s is not None, "command": task.command,
+            "key": one.key, "model": one.setting.model, "name": one.name, "scheme": one.scheme,
+            "config": one.setting.config, "macs": one.macs, "base_macs": one.base_macs, "done": one.key in rows,
+            "timed": one.key in rows and rows[one.key].images_per_s is not None, "command": one.command,
         }
-        for task in tasks
+        for one in settings
     ]  # fmt: skip
     lines = []
-    for model in dict.fromkeys(task.setting.model for task in tasks):
+    for model in dict.fromkeys(one.setting.model for one in settings):
         scale, unit = unit_of(next(one["base_macs"] for one in told if one["model"] == model))
-        lines += [f"{model}, {tasks[0].setting.images} photos", f"  {unit:>6}  {'scheme':8}  setting"]
+        lines += [f"{model}, {settings[0].setting.images} photos", f"  {unit:>6}  {'scheme':8}  setting"]
         for one in told:
             if one["model"] == model:
                 state = "  (done)" if one["timed"] else "  (done, not timed)" if one["done"] else ""
@@ -164,7 +162,7 @@ def _tell_plan(json: bool, made: Plan, rows: dict[str, Row]) -> None:
     tell(json, {"settings": told, "left_out": made.left_out}, "\n".join(lines))
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[ResultRow]) -> str:
     """For a person, by model, scheme and MACs."""
     order = {"unpruned": 0, "single": 1, "multi": 2}
     unique = {row.setting.key: row for row in rows}.values()

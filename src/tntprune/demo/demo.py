@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from tqdm import tqdm
 
 from tntprune.analysis.evaluate import Figures, measure
@@ -15,7 +16,7 @@ from tntprune.backbones.digits_vit import digits_vit
 from tntprune.demo.digits import cluttered_digits
 from tntprune.methods import TNT, Config, Random
 from tntprune.reduce import reduce_
-from tntprune.report import page, picture, table
+from tntprune.report import Table, page, picture
 from tntprune.report.draw import ORIGINAL, kept_maps, sheet
 from tntprune.report.figures import curve
 from tntprune.report.plot_style import blank
@@ -40,7 +41,7 @@ TRAINING: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """One method at one number of tokens."""
 
     method: str
@@ -56,21 +57,19 @@ class Demo:
     """What the demo found: the unpruned model, every row, and where the report is."""
 
     base: Figures
-    rows: list[Row]
+    rows: list[DemoRow]
     report: Path
 
     def __str__(self) -> str:
-        names = list(METHODS)
-        width = [len(name) for name in names]
-        lines = [f"{'tokens':>6}  {'MMACs':>6}  {'img/s':>6}  {'speed':>5}  " + "  ".join(names)]
-        lines.append(
+        lines = [
+            f"{'tokens':>6}  {'MMACs':>6}  {'img/s':>6}  {'speed':>5}  " + "  ".join(METHODS),
             f"{64:6}  {self.base.macs / 1e6:6.1f}  {self.base.images_per_s:6.0f}   1.00  "
-            f"unpruned: {self.base.top1:.1f} % right"
-        )
+            f"unpruned: {self.base.top1:.1f} % right",
+        ]
         for tokens in KEEP:
             found = {row.method: row for row in self.rows if row.tokens == tokens}
             own = found["TNT"]
-            scores = "  ".join(f"{found[name].top1:{w}.1f}" for name, w in zip(names, width, strict=True))
+            scores = "  ".join(f"{found[name].top1:{len(name)}.1f}" for name in METHODS)
             lines.append(f"{tokens:6}  {own.macs / 1e6:6.1f}  {own.images_per_s:6.0f}  {own.speedup:5.2f}  {scores}")
         return "\n".join(lines)
 
@@ -93,7 +92,7 @@ def demo(out: Path, seed: int = 0, progress: bool = True) -> Demo:
     held_out, answers = cluttered_digits("test", copies=2, seed=seed + 1)
     model = digits_vit()
     base: Figures | None = None
-    rows: list[Row] = []
+    rows: list[DemoRow] = []
     shown = [int((answers == digit).nonzero()[0]) for digit in range(0, 10, 2)]
     maps: list[dict[str, Any]] = [{} for _ in shown]
     for name, config in METHODS.items():
@@ -109,7 +108,7 @@ def demo(out: Path, seed: int = 0, progress: bool = True) -> Demo:
             found = measure(model, zip(held_out.split(100), answers.split(100), strict=True), compare=True)
             assert found.base is not None and found.speedup is not None and found.top1 is not None
             base = base or found.base
-            rows.append(Row(name, tokens, found.top1, found.macs, found.images_per_s, found.speedup))
+            rows.append(DemoRow(name, tokens, found.top1, found.macs, found.images_per_s, found.speedup))
             if name == "TNT" and tokens in SHOWN:
                 for drawn, new in zip(maps, kept_maps(model, held_out[shown], [0.5], [0.5]), strict=True):
                     drawn[ORIGINAL] = new[ORIGINAL]
@@ -125,22 +124,17 @@ def _page(result: Demo, maps: list[dict[str, Any]]) -> str:
     assert base.top1 is not None  # the scans have labels
     lines = {name: [(row.macs / 1e6, row.top1) for row in result.rows if row.method == name] for name in names}
     drawn = curve(lines, (base.macs / 1e6, base.top1), "MMACs an image", "held-out scans right, %", "svg")
-    whole = [
-        "64 (all)",
-        f"{base.macs / 1e6:.1f}",
-        f"{base.images_per_s:.0f}",
-        "1.00",
-        *[f"{base.top1:.1f}"] * len(names),
-    ]
-    rows, best = [whole], [-1]
+    rows = [_cells("64 (all)", base.macs, base.images_per_s, 1.0, [base.top1] * len(names))]
+    best: list[list[int]] = [[]]
     for tokens in KEEP:
         found = {row.method: row for row in result.rows if row.tokens == tokens}
         own, scores = found["TNT"], [found[name].top1 for name in names]
-        cells = [str(tokens), f"{own.macs / 1e6:.1f}", f"{own.images_per_s:.0f}", f"{own.speedup:.2f}"]
-        rows.append(cells + [f"{score:.1f}" for score in scores])
-        best.append(len(cells) + scores.index(max(scores)))
+        rows.append(_cells(str(tokens), own.macs, own.images_per_s, own.speedup, scores))
+        best.append([4 + scores.index(max(scores))])
     header = ["tokens kept", "MMACs", "images/s", "speed-up", *(f"{name}, %" for name in names)]
-    speed = "<p>Speed is TNT's: the median ratio to the unpruned model on the same batches, taken in turns.</p>"
+    speed = Markup("<p>{}</p>").format(
+        "Speed is TNT's: the median ratio to the unpruned model on the same batches, taken in turns."
+    )
     return page(
         "tntprune demo: cluttered digits",
         f"A small vision transformer reads handwritten digits among clutter. After block {AT}, TNT keeps the tokens "
@@ -149,8 +143,12 @@ def _page(result: Demo, maps: list[dict[str, Any]]) -> str:
         "about nine of the 64 tokens.",
         [
             ("Accuracy over cost", picture(drawn, "Accuracy over multiply-accumulates for each method", "svg")),
-            ("In figures", table(header, rows, best) + speed),
+            ("In figures", Table(header, rows, best).html() + speed),
             ("What TNT keeps", picture(sheet(maps), "Held-out digits; tokens that were merged are under stripes")),
         ],
         f"Measured by tntprune demo on {stamp()}.",
     )
+
+
+def _cells(tokens: str, macs: int, images_per_s: float, speedup: float, top1: list[float]) -> list[str]:
+    return [tokens, f"{macs / 1e6:.1f}", f"{images_per_s:.0f}", f"{speedup:.2f}", *(f"{one:.1f}" for one in top1)]

@@ -20,7 +20,7 @@ HELD_OUT = 500  # scans that no training ever sees
 
 
 def scans(split: Literal["train", "test"]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The handwritten scans of one split, 1,297 for training and 500 held out.
+    """Return the handwritten scans of one split, 1,297 for training and 500 held out.
 
     Returns:
         Images (n, 1, 8, 8) in [0, 1] and labels (n,) from 0 to 9.
@@ -100,14 +100,14 @@ def scatter(
 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:
-    """From [0, 1] to [-1, 1], as the digits ViT expects."""
+    """Map [0, 1] to [-1, 1], as the digits ViT expects."""
     return (images - 0.5) / 0.5
 
 
 def cluttered_digits(
     split: Literal["train", "test"], copies: int = 1, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every scan of a split on `copies` canvases.
+    """Lay every scan of a split on `copies` canvases.
 
     Returns:
         Normalised images (copies * n, 1, 64, 64) and labels (copies * n,).

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations
 from math import nan, sqrt
 from statistics import fmean
+from typing import Any
 
-from tntprune.paper.authors import ranking
 from tntprune.paper.entries import Entry
-from tntprune.paper.settings import published
-from tntprune.report.summary import error_of_difference, standard_error
-from tntprune.sweep.results import Row
+from tntprune.paper.settings import published, ranking
+from tntprune.report.summary import error_of_difference
+from tntprune.sweep.results import ResultRow
 
 STANDS_FOR = ("deit_tiny_distilled", "deit_small_distilled", "deit_base_distilled")  # a model that the paper has not
 SURE = 2  # standard errors beyond which a difference is no chance
@@ -30,8 +30,8 @@ class Measured:
     """
 
     entry: Entry
-    row: Row
-    base: Row
+    row: ResultRow
+    base: ResultRow
 
     @property
     def drop(self) -> float:
@@ -44,9 +44,24 @@ class Measured:
         return self.row.macs / self.row.base_macs
 
     @property
+    def their_drop(self) -> float | None:
+        """The drop that the authors report; None where the paper has no such row."""
+        return None if self.entry.authors is None else self.entry.authors.drop
+
+    @property
     def difference(self) -> float | None:
         """How many points more we lose than the authors did; None where the paper has no such row."""
-        return None if self.entry.authors is None else self.drop - self.entry.authors.drop
+        return None if self.their_drop is None else self.drop - self.their_drop
+
+    def told(self) -> dict[str, Any]:
+        """Return both as JSON values."""
+        row, authors = self.row, self.entry.authors
+        ours = {"top1": row.top1, "drop": self.drop, "macs": row.macs, "share": self.share,
+                "images_per_s": row.images_per_s, "speedup": row.speedup, "images": row.images,
+                "key": row.setting.key}  # fmt: skip
+        theirs = None if authors is None else {**asdict(authors), "drop": authors.drop, "share": authors.share}
+        return {**self.entry.row, "table": self.entry.table, "model": self.entry.model, "name": self.entry.name,
+                "ours": ours, "authors": theirs, "difference": self.difference}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,29 +137,24 @@ class Total:
 
 
 def backbones_of(measured: Iterable[Measured]) -> list[str]:
-    """What the settings are listed under, in order."""
+    """Return what the settings are listed under, in order."""
     return list(dict.fromkeys(one.entry.backbone for one in measured))
 
 
+def of_table(measured: Iterable[Measured], backbone: str, table: str) -> list[Measured]:
+    """Return the settings of one table."""
+    return [one for one in measured if (one.entry.backbone, one.entry.table) == (backbone, table)]
+
+
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:
-    """Kendall's tau-b of two lists of figures of the same things; NaN where one of them has no order at all."""
-    count = {"same": 0, "opposite": 0, "one": 0, "other": 0}
-    for i in range(len(one)):
-        for j in range(i):
-            a, b = one[i] - one[j], other[i] - other[j]
-            if a and b:
-                count["same" if (a > 0) == (b > 0) else "opposite"] += 1
-            elif a:
-                count["one"] += 1
-            elif b:
-                count["other"] += 1
-    both = count["same"] + count["opposite"]
-    whole = sqrt((both + count["one"]) * (both + count["other"]))
-    return (count["same"] - count["opposite"]) / whole if whole else nan
+    """Return Kendall's tau-b of two lists of figures of the same things; NaN where one has no order at all."""
+    signs = [((a > b) - (a < b), (c > d) - (c < d)) for (a, c), (b, d) in combinations(zip(one, other, strict=True), 2)]
+    whole = sqrt(sum(a != 0 for a, _ in signs) * sum(b != 0 for _, b in signs))
+    return sum(a * b for a, b in signs) / whole if whole else nan
 
 
 def agreements(measured: Iterable[Measured]) -> list[Agreement]:
-    """The order of methods at each rate of both schemes, for all backbones.
+    """Compare the order of methods at each rate of both schemes, for all backbones.
 
     Methods are ordered by top-1, as in the paper. The rates that one table sets beside each other have about the same
     cost, and not exactly.
@@ -157,59 +167,47 @@ def agreements(measured: Iterable[Measured]) -> list[Agreement]:
             groups.setdefault(key, {})[entry.method] = one
     found = []
     for (backbone, scheme, regime, rank), own in groups.items():
-        for against in _against(own.values()):
-            theirs = _figures(against).get((scheme, rank), {})
-            common = [method for method in own if method in theirs]
+        authors = next((one.entry.authors for one in own.values() if one.entry.own and one.entry.authors), None)
+        for against in STANDS_FOR if authors is None else (authors.backbone,):
+            theirs = _printed(against).get((scheme, rank), {})
+            common = sorted((method for method in own if method in theirs), key=lambda method: -theirs[method])
             if len(common) > 1:
-                made = _agreement({m: own[m] for m in common}, {m: theirs[m] for m in common})
-                found.append(Agreement(backbone, against, scheme, regime, rank, *made))
+                top1 = {method: own[method].row.top1 for method in common}
+                pairs, same = _pairs(own, top1, theirs)
+                tau = kendall(list(top1.values()), [theirs[method] for method in common])
+                ours = dict(sorted(top1.items(), key=lambda item: -item[1]))
+                printed = {method: theirs[method] for method in common}
+                found.append(Agreement(backbone, against, scheme, regime, rank, printed, ours, tau, same, tuple(pairs)))
     return found
 
 
-def total(agreements: Sequence[Agreement]) -> Total:
-    """Several agreements in one."""
-    taus = [one.tau for one in agreements if one.tau == one.tau]
-    pairs = [pair for one in agreements for pair in one.pairs]
-    clear = sum(pair.clear for pair in pairs)
-    mean = fmean(taus) if taus else nan
-    return Total(len(agreements), mean, sum(one.same for one in agreements), len(pairs) - clear, clear)
-
-
-def _agreement(
-    own: dict[str, Measured], printed: dict[str, float]
-) -> tuple[dict[str, float], dict[str, float], float, int, tuple[Pair, ...]]:
-    theirs = dict(sorted(printed.items(), key=lambda item: -item[1]))
-    top1 = {method: own[method].row.top1 for method in theirs}
+def _pairs(own: dict[str, Measured], top1: dict[str, float], theirs: dict[str, float]) -> tuple[list[Pair], int]:
+    """Return the pairs of methods in the opposite order, and how many are in the same one."""
     pairs, same = [], 0
-    for better, worse in combinations(theirs, 2):
+    for better, worse in combinations(top1, 2):
         gap, back = top1[better] - top1[worse], theirs[better] - theirs[worse]
         if back > 0 > gap:
-            pairs.append(Pair(better, worse, back, gap, _error(own[better].row, own[worse].row)))
+            error = error_of_difference(own[better].row, own[worse].row)
+            pairs.append(Pair(better, worse, back, gap, error))
         elif back > 0 and gap > 0:
             same += 1
-    tau = kendall(list(top1.values()), list(theirs.values()))
-    return theirs, dict(sorted(top1.items(), key=lambda item: -item[1])), tau, same, tuple(pairs)
+    return pairs, same
 
 
-def _error(one: Row, other: Row) -> float:
-    if one.setting.model == other.setting.model:
-        return error_of_difference(one, other)
-    return sqrt(standard_error(one) ** 2 + standard_error(other) ** 2)
-
-
-def _against(own: Iterable[Measured]) -> tuple[str, ...]:
-    """Whose published figures: the backbone's own, or those that it stands in for."""
-    listed = [one.entry for one in own]
-    authors = next((entry.authors for entry in listed if entry.own and entry.authors is not None), None)
-    return STANDS_FOR if authors is None else (authors.backbone,)
+def total(agreements: Sequence[Agreement]) -> Total:
+    """Put several agreements together."""
+    taus = [one.tau for one in agreements if one.tau == one.tau]
+    clear = [pair.clear for one in agreements for pair in one.pairs]
+    mean = fmean(taus) if taus else nan
+    return Total(len(agreements), mean, sum(one.same for one in agreements), clear.count(False), clear.count(True))
 
 
 @cache
-def _figures(backbone: str) -> dict[tuple[str, int], dict[str, float]]:
-    """Published top-1 by (scheme, rank) and method."""
+def _printed(backbone: str) -> dict[tuple[str, int], dict[str, float]]:
+    """Return published top-1 by (scheme, rank) and method."""
     ranks = ranking((backbone,))
     found: dict[tuple[str, int], dict[str, float]] = {}
     for one in published():
-        if one.row["backbone"] == backbone and one.name in ranks:
-            found.setdefault((one.row["scheme"], ranks[one.name]), {})[one.row["method"]] = one.top1
+        if one.name in ranks:
+            found.setdefault((one.row["scheme"], ranks[one.name]), {})[one.row["method"]] = one.authors.top1
     return found

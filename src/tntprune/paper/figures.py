@@ -1,4 +1,4 @@
-"""The paper's figures: our rows and the authors' drawn alike, and the token maps' names."""
+"""The paper's figures: our rows and the authors' drawn alike."""
 
 from __future__ import annotations
 
@@ -6,110 +6,75 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tntprune.methods import to_dict
-from tntprune.paper.compare import Measured, backbones_of
-from tntprune.paper.entries import TokenMap
-from tntprune.paper.names import METHODS
+from tntprune.paper.compare import Measured, backbones_of, of_table
+from tntprune.paper.entries import METHODS
 from tntprune.paper.settings import Published, published
-from tntprune.paper.tables import SCHEMES, SHORT
-from tntprune.report.figures import curves
-from tntprune.report.groups import grouped
-from tntprune.report.plot_style import Look, looks
-from tntprune.sweep.results import Row, Setting
+from tntprune.paper.tables import SHORT
+from tntprune.report.figures import COLUMNS, draw_curves
+from tntprune.report.groups import SCHEMES, grouped
+from tntprune.report.plot_style import looks
+from tntprune.sweep.results import ResultRow, Setting
 
-COLUMNS = 3  # backbones in one figure
+IMAGES = 50_000  # that the authors counted
 
 
 def figures(measured: Sequence[Measured]) -> Iterator[tuple[str, bytes]]:
-    """The paper's plots: our rows, and what the authors reported, each a file name and a PNG."""
-    for scheme in SCHEMES:
-        for name, rows in _drawn(measured, scheme):
-            yield name, curves(rows, scheme, "png", _styles(rows, scheme))
-
-
-def _styles(rows: Sequence[Row], scheme: str) -> dict[str, Look]:
-    """The look of each line: that of its method in every figure, though a label may say "EViT, one block"."""
-    lines = [backbone.lines(scheme) for group in grouped(rows) for backbone in group.backbones]
-    names = {label: line[0].name for own in lines for label, line in own.items()}
+    """Draw the paper's plots, of our rows and of what the authors reported: each a file name and a PNG."""
     known = looks(METHODS.values())
-    return {label: look for method, look in known.items() for label, name in names.items() if name == method}
+    for name, scheme, rows in drawn_rows(measured):
+        (group,) = grouped(rows)
+        lines = {label: line[0].name for own in group.backbones for label, line in own.lines(scheme).items()}
+        # the look is that of the method in every figure, though a label may say "EViT, one block"
+        styles = {label: look for name, look in known.items() for label, own in lines.items() if own == name}
+        yield name, draw_curves(group.backbones, scheme, "png", styles)
 
 
-def map_file(one: TokenMap) -> str:
-    """The name of a figure of token maps."""
-    return f"maps-{one.backbone}-{one.training}.png"
+def described(measured: Sequence[Measured]) -> Iterator[tuple[str, str]]:
+    """Yield the file name and the caption of each plot."""
+    for name, scheme, _ in drawn_rows(measured):
+        whose = "as the authors reported it" if name.endswith("-paper.png") else "measured"
+        yield name, f"Top-1 over multiply-accumulates and over speed-up, {SCHEMES[scheme]}, {whose}"
 
 
-def map_caption(one: TokenMap) -> str:
-    """What it shows."""
-    return f"{one.backbone}, {one.name}: half of the tokens kept after each of the blocks 1 to 5, each on its own"
+def drawn_rows(measured: Sequence[Measured]) -> Iterator[tuple[str, str, list[ResultRow]]]:
+    """Yield the name of each figure's file, its scheme and its rows."""
+    for scheme in SCHEMES:
+        shown = [backbone for backbone in backbones_of(measured) if of_table(measured, backbone, scheme)]
+        for first in range(0, len(shown), COLUMNS):
+            part = shown[first : first + COLUMNS]
+            number = f"-{first // COLUMNS + 1}" if first else ""
+            rows = [row for backbone in part for row in _our_rows(measured, backbone, scheme)]
+            yield f"figure-{scheme}{number}.png", scheme, rows
+            authors = [one.entry.authors for backbone in part for one in of_table(measured, backbone, scheme)]
+            theirs = list(dict.fromkeys(one.backbone for one in authors if one is not None))[:COLUMNS]
+            if theirs:
+                rows = [row for backbone in theirs for row in _their_rows(backbone, scheme)]
+                yield f"figure-{scheme}{number}-paper.png", scheme, rows
 
 
-def _drawn(measured: Sequence[Measured], scheme: str) -> list[tuple[str, list[Row]]]:
-    """The rows of each figure of a scheme, by the name of its file."""
-    shown = [b for b in backbones_of(measured) if any(_is_of(one, b, scheme) for one in measured)]
-    found = []
-    for first in range(0, len(shown), COLUMNS):
-        part = shown[first : first + COLUMNS]
-        number = f"-{first // COLUMNS + 1}" if first else ""
-        rows = [row for backbone in part for row in _own_rows(measured, backbone, scheme)]
-        found.append((f"figure-{scheme}{number}.png", rows))
-        theirs = list(dict.fromkeys(name for b in part for name in _beside(measured, b, scheme)))[:COLUMNS]
-        if printed := [row for name in theirs for row in _their_rows(name, scheme)]:
-            found.append((f"figure-{scheme}{number}-paper.png", printed))
-    return found
-
-
-def _is_of(one: Measured, backbone: str, scheme: str) -> bool:
-    return one.entry.backbone == backbone and one.entry.table == scheme
-
-
-def _own_rows(measured: Sequence[Measured], backbone: str, scheme: str) -> list[Row]:
-    """Our rows as the paper draws them: EViT and DynamicViT in the column of the distilled model."""
+def _our_rows(measured: Sequence[Measured], backbone: str, scheme: str) -> list[ResultRow]:
+    """Return our rows as the paper draws them: EViT and DynamicViT in the column of the distilled model."""
     base = next(one.row for one in measured if one.entry.backbone == backbone and one.entry.config is None)
     found = {base.setting.key: base}
-    for one in measured:
-        if _is_of(one, backbone, scheme):
-            setting = replace(one.row.setting, model=backbone, weights=base.setting.weights)
-            found[one.row.setting.key] = replace(one.row, setting=setting, name=one.entry.name, scheme=scheme)
+    for one in of_table(measured, backbone, scheme):
+        setting = replace(one.row.setting, model=backbone, weights=base.setting.weights)
+        found[one.row.setting.key] = replace(one.row, setting=setting, name=one.entry.name, scheme=scheme)
     return list(found.values())
 
 
-def _beside(measured: Sequence[Measured], backbone: str, scheme: str) -> list[str]:
-    found = [one.entry.authors.backbone for one in measured if _is_of(one, backbone, scheme) and one.entry.authors]
-    return list(dict.fromkeys(found))
+def _their_rows(backbone: str, scheme: str) -> list[ResultRow]:
+    """Return what the authors reported, as rows that can be drawn."""
+    return [
+        _as_row(one) for one in published() if one.row["backbone"] == backbone and one.row["scheme"] in ("", scheme)
+    ]
 
 
-def _their_rows(backbone: str, scheme: str) -> list[Row]:
-    """What the authors reported, as rows that can be drawn."""
-    own = [one for one in published() if one.row["backbone"] == backbone]
-    base = next(one for one in own if one.config is None)
-    return [_as_row(one, base) for one in own if one.row["scheme"] in ("", scheme)]
-
-
-def _as_row(one: Published, base: Published) -> Row:
+def _as_row(one: Published) -> ResultRow:
+    authors = one.authors
     config = None if one.config is None else to_dict(one.config)
-    label = f"{SHORT[base.row['backbone']]}, as published"
-    images = 50_000
-    speedup = one.images_per_s and base.images_per_s and one.images_per_s / base.images_per_s
-    return Row(
-        setting=Setting(label, "", config, None, "published", images),
-        name=METHODS.get(one.row["method"], "unpruned"), scheme=one.row["scheme"] or "unpruned", images=images,
-        skipped=0, right=round(one.top1 * images / 100), right5=0, agreeing=0, macs=round(one.gmacs * 1e9),
-        base_macs=round(base.gmacs * 1e9), tokens=[], images_per_s=one.images_per_s, speedup=speedup,
+    return ResultRow(
+        setting=Setting(f"{SHORT[authors.backbone]}, as published", "", config, None, "published", IMAGES),
+        name=METHODS.get(one.row["method"], "unpruned"), scheme=one.row["scheme"] or "unpruned", images=IMAGES,
+        skipped=0, right=round(authors.top1 * IMAGES / 100), right5=0, agreeing=0, macs=round(authors.gmacs * 1e9),
+        base_macs=round(authors.base[1] * 1e9), tokens=[], images_per_s=authors.images_per_s, speedup=authors.speedup,
     )  # fmt: skip
-
-
-def pictures(measured: Sequence[Measured], folder: str) -> str:
-    """The plots in Markdown."""
-    found = []
-    for scheme, words in SCHEMES.items():
-        for name, _ in _drawn(measured, scheme):
-            whose = "as the authors reported it" if name.endswith("-paper.png") else "measured"
-            caption = f"Top-1 over multiply-accumulates and over speed-up, {words}, {whose}"
-            found.append(picture(f"{caption}.", folder + name))
-    return "\n\n".join(found)
-
-
-def picture(caption: str, file: str) -> str:
-    """One picture in Markdown, with its caption below."""
-    return f"![{caption}]({file})\n\n{caption}"

@@ -7,22 +7,25 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from tntprune.paper import tables
-from tntprune.paper.ablation import CAPTION
-from tntprune.paper.compare import SURE, Measured, agreements, backbones_of
-from tntprune.paper.cost import duration
-from tntprune.paper.entries import Agenda
-from tntprune.paper.facts import facts
-from tntprune.paper.figures import map_caption, map_file, picture, pictures
-from tntprune.paper.names import BACKBONES, METHODS
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
+
+from tntprune.paper import figures, tables
+from tntprune.paper.compare import SURE, Measured, agreements, backbones_of, of_table, total
+from tntprune.paper.dry_run import duration
+from tntprune.paper.entries import BACKBONES, METHODS, PaperPlan
 from tntprune.paper.settings import HOW
-from tntprune.report.page import paragraphs
-from tntprune.report.tables import Table, markdown
+from tntprune.report.groups import SCHEMES
+from tntprune.report.page import Table, part
 
 TITLE = "The paper, beside what its authors reported"
 REGIMES = {"high": "high-token regime", "low": "low-token regime"}
-TEMPLATE = "page.md"
+TEMPLATES = Environment(  # of Markdown, in which nothing is escaped
+    loader=FunctionLoader(lambda name: (files("tntprune.paper") / "templates" / name).read_text(encoding="utf-8")),
+    undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+)  # fmt: skip
 NOTHING = "Not asked for."
+CAPTION = "The paper's caption says DeiT-S-Distil.; the figures are those of DeiT-B-Distil."  # of the ablation table
 DROPS = (
     "Drops are in points of top-1 below the unpruned model: ours below ours, the authors' below the one that they "
     "print, which is lower than what DeiT's own authors report. A negative difference means that we lost less than "
@@ -50,65 +53,114 @@ class About:
     results: str = "results.jsonl"
 
 
-def template() -> str:
-    """The page that is filled in where no other one is given."""
-    return files("tntprune.paper").joinpath(TEMPLATE).read_text(encoding="utf-8")
-
-
-def text(plan: Agenda, measured: Sequence[Measured], about: About, given: str | None = None, folder: str = "") -> str:
-    """The page in Markdown.
+def text(
+    plan: PaperPlan, measured: Sequence[Measured], about: About, given: str | None = None, folder: str = ""
+) -> str:
+    """Return the page in Markdown.
 
     Args:
         plan: What was asked for.
         measured: What was measured of it.
         about: How.
-        given: A template with slots in braces, see `slots`; None is our own.
+        given: A Jinja template that names `slots`; None is our own.
         folder: Before the names of pictures.
     """
-    return (template() if given is None else given).format(**slots(plan, measured, about, folder))
+    template = TEMPLATES.get_template("page.md") if given is None else TEMPLATES.from_string(given)
+    return template.render(slots(plan, measured, about, folder))
 
 
-def slots(plan: Agenda, measured: Sequence[Measured], about: About, folder: str = "") -> dict[str, Any]:
-    """Everything that a template can ask for.
+def slots(plan: PaperPlan, measured: Sequence[Measured], about: About, folder: str = "") -> dict[str, Any]:
+    """Return everything that a template can ask for.
 
     Beside the parts of the page: `tau`, `same`, `unclear` and `clear` by "single deit_tiny_distilled high", and `top1`,
     `drop`, `their_drop`, `macs` and `speedup` by "single 0.5 TNT"; with several backbones each key begins with the
     backbone.
     """
     order = agreements(measured)
+    rows = {one.row.setting.key: one.row for one in measured}.values()
+    seconds = sum(about.trainings.values())  # of training and measuring, over all the times that the command was run
+    for row in rows:
+        seconds += float(row.about.get("seconds", 0)) + float(row.about.get("speed", {}).get("seconds", 0))
+    facts = {
+        name: list(dict.fromkeys(str(row.about.get(name, "not recorded")) for row in rows))
+        for name in ("hardware", "versions", "date")
+    }
+    timed = list(dict.fromkeys(row.timed_on for row in rows if row.timed_on))
+    busy = [row.busy for row in rows if row.busy is not None]
+    odd = {
+        (one.entry.authors.source, "; ".join(filter(None, [one.entry.authors.not_met, one.entry.note]))): None
+        for one in measured
+        if one.entry.authors and (one.entry.authors.not_met or one.entry.note)
+    }
+    how = [(METHODS[method], words) for method, words in HOW.items() if words]
+    plots = [(f"{caption}.", folder + name) for name, caption in figures.described(measured)]
+    ablated = ablations(measured)
     return {
         "lead": lead(plan, measured),
         "unpruned": _markdown(tables.unpruned(measured)),
         "drops": DROPS,
-        "main": _headed(main_tables(measured)),
-        "figures": pictures(measured, folder),
+        "main": _part("headed", main_tables(measured)),
+        "figures": _part("pictures", plots),
         "rankings": _markdown(tables.rankings(order)),
         "reversals": _markdown(tables.reversals(order)),
         "orders": _markdown(tables.orders(order)),
-        "ablation": _ablation(measured),
-        "maps": "\n\n".join(picture(map_caption(one), folder + map_file(one)) for one in plan.maps) or NOTHING,
-        "rows": _headed(row_tables(measured)),
-        "notes": _notes(measured),
-        "made": _made(measured, about),
-        "images": f"{max((one.row.images for one in measured), default=0):,}",
-        "settings": len({one.row.setting.key for one in measured}),
+        "ablation": f"{CAPTION}\n\n{_part('headed', ablated)}" if ablated else NOTHING,
+        "maps": _part("pictures", [(one.caption, folder + one.file) for one in plan.maps]) or NOTHING,
+        "rows": _part("headed", row_tables(measured)),
+        "notes": _part("notes", odd, how),
+        "made": _part("made", about, duration(seconds), facts, timed, busy),
+        "images": f"{max((row.images for row in rows), default=0):,}",
+        "settings": len(rows),
         "command": about.command,
-        "time": duration(_seconds(measured, about)),
+        "time": duration(seconds),
         "sure": SURE,
-        **facts(measured),
+        **_facts(measured),
     }
 
 
-def lead(plan: Agenda, measured: Sequence[Measured]) -> str:
-    """What was measured on what, in a few sentences."""
+def _part(name: str, *given: Any) -> str:
+    filled: str = getattr(TEMPLATES.get_template("parts.md").module, name)(*given)
+    return filled.strip("\n")
+
+
+def _markdown(table: Table) -> str:
+    return table.markdown().rstrip() if table.rows else "None."
+
+
+def _facts(measured: Sequence[Measured]) -> dict[str, dict[str, str]]:
+    """Return the figures that a text can ask for by name, so that none has to be typed."""
+    several = len(backbones_of(measured)) > 1
+    names = ("tau", "same", "unclear", "clear", "top1", "drop", "their_drop", "macs", "speedup")
+    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    groups: dict[str, list[Any]] = {}
+    for one in agreements(measured):
+        key = f"{f'{one.backbone} ' if several else ''}{one.scheme} {one.against}"
+        for name in (key, f"{key} {one.regime}"):
+            groups.setdefault(name, []).append(one)
+    for key, own in groups.items():
+        t = total(own)
+        for name, value in (("tau", f"{t.tau:.2f}"), ("same", t.same), ("unclear", t.unclear), ("clear", t.clear)):
+            found[name][key] = str(value)
+    for setting in measured:
+        entry = setting.entry
+        key = " ".join(filter(None, [entry.backbone if several else "", entry.scheme, entry.parameter, entry.name]))
+        found["top1"][key] = f"{setting.row.top1:.1f}"
+        found["drop"][key] = f"{setting.drop:.1f}"
+        found["macs"][key] = f"{100 * setting.share:.0f}"
+        found["their_drop"][key] = "" if setting.their_drop is None else f"{setting.their_drop:.1f}"
+        found["speedup"][key] = "" if setting.row.speedup is None else f"{setting.row.speedup:.2f}"
+    return found
+
+
+def lead(plan: PaperPlan, measured: Sequence[Measured]) -> str:
+    """Say what was measured on what, in a few sentences."""
     rows = [one.row for one in measured]
     if not rows:
         return "Nothing was measured."
     images = max(row.images for row in rows)
-    models = ", ".join(dict.fromkeys(one.entry.backbone for one in measured))
-    told = f"{len({row.setting.key for row in rows})} settings of {models}, each on {images:,} photos."
-    strangers = [one.entry.backbone for one in measured if one.entry.backbone not in BACKBONES]
-    if strangers:
+    models = backbones_of(measured)
+    told = f"{len({row.setting.key for row in rows})} settings of {', '.join(models)}, each on {images:,} photos."
+    if strangers := [model for model in models if model not in BACKBONES]:
         told += (
             f" The paper has no {strangers[0]}: the whole plan is made for it, and each setting stands beside the "
             "paper's row of the nearest backbone, DeiT-T, or DeiT-S for what the paper did not run on DeiT-T; its "
@@ -119,122 +171,52 @@ def lead(plan: Agenda, measured: Sequence[Measured]) -> str:
 
 
 def main_tables(measured: Sequence[Measured]) -> list[tuple[str, Table]]:
-    """The tables of the paper's main part."""
+    """Return the tables of the paper's main part."""
     found = []
     for backbone in backbones_of(measured):
         if (single := tables.main_single(measured, backbone)) is not None:
             found.append((f"{backbone}, one location: drops in points", single))
-        rows = [one for one in measured if one.entry.backbone == backbone and one.entry.table == "multi"]
-        ends = {regime: [one for one in rows if one.entry.row["regime"] == regime] for regime in REGIMES}
-        for regime, own in ends.items():
-            if own:
+        for regime, words in REGIMES.items():
+            if own := [one for one in of_table(measured, backbone, "multi") if one.entry.row["regime"] == regime]:
                 rank = (min if regime == "high" else max)(one.entry.rank for one in own)
-                heading = f"{backbone}, several locations, {REGIMES[regime]}"
-                found.append((heading, tables.side_by_side(one for one in own if one.entry.rank == rank)))
+                table = tables.side_by_side(one for one in own if one.entry.rank == rank)
+                found.append((f"{backbone}, several locations, {words}", table))
     return found
 
 
 def row_tables(measured: Sequence[Measured]) -> list[tuple[str, Table]]:
-    """The tables of the paper's appendix."""
+    """Return the tables of the paper's appendix."""
     found = []
     for backbone in backbones_of(measured):
-        for scheme, words in tables.SCHEMES.items():
+        for scheme, words in SCHEMES.items():
             for regime, own in REGIMES.items():
-                rows = [
-                    one
-                    for one in measured
-                    if (one.entry.backbone, one.entry.table, one.entry.row["regime"]) == (backbone, scheme, regime)
-                ]
+                rows = [one for one in of_table(measured, backbone, scheme) if one.entry.row["regime"] == regime]
                 if rows:
                     found.append((f"{backbone}, {words}, {own}", tables.side_by_side(rows)))
     return found
 
 
 def ablations(measured: Sequence[Measured]) -> list[tuple[str, Table]]:
-    """The ablation table, by backbone and scheme."""
+    """Return the ablation table, by backbone and scheme."""
     found = []
     for backbone in backbones_of(measured):
-        for scheme, words in tables.SCHEMES.items():
-            rows = [
-                one
-                for one in measured
-                if (one.entry.backbone, one.entry.table, one.entry.scheme) == (backbone, "ablation", scheme)
-            ]
-            if rows:
+        for scheme, words in SCHEMES.items():
+            if rows := [one for one in of_table(measured, backbone, "ablation") if one.entry.scheme == scheme]:
                 found.append((f"{backbone}, {words}", tables.side_by_side(rows)))
     return found
 
 
-def sections(plan: Agenda, measured: Sequence[Measured]) -> list[tuple[str, str]]:
-    """For the HTML report: headings and what is below them."""
-    order = agreements(measured)
-    found = []
-    main = main_tables(measured)
-    for heading, group in (("Beside the paper", main), ("Ablation", ablations(measured))):
+def sections(plan: PaperPlan, measured: Sequence[Measured]) -> list[tuple[str, str]]:
+    """Return headings for the HTML report and what is below them."""
+    found: list[tuple[str, str]] = []
+    for heading, words, group in (
+        ("Beside the paper", DROPS, main_tables(measured)), ("Ablation", CAPTION, ablations(measured))
+    ):  # fmt: skip
         if group:
-            start = paragraphs([DROPS if group is main else CAPTION])
-            found.append((heading, start + "".join(f"<h3>{name}</h3>\n{table.html()}" for name, table in group)))
-    if order:
+            found.append((heading, part("tables", words, [(name, "", table) for name, table in group])))
+    if order := agreements(measured):
         opposite = tables.reversals(order)
-        pairs = f"<p>Pairs in opposite orders for sure:{'' if opposite.rows else ' None.'}</p>"
-        pairs += opposite.html() if opposite.rows else ""
-        found.append(("The order of methods, ours and the paper's", tables.rankings(order).html() + pairs))
+        pairs = Markup("<p>Pairs in opposite orders for sure:{}</p>").format("" if opposite.rows else " None.")
+        told = tables.rankings(order).html() + pairs + (opposite.html() if opposite.rows else "")
+        found.append(("The order of methods, ours and the paper's", told))
     return found
-
-
-def _ablation(measured: Sequence[Measured]) -> str:
-    found = ablations(measured)
-    if not found:
-        return NOTHING
-    return f"{CAPTION}\n\n{_headed(found)}"
-
-
-def _headed(found: Sequence[tuple[str, Table]]) -> str:
-    return "\n\n".join(f"### {heading}\n\n{_markdown(table)}" for heading, table in found) or NOTHING
-
-
-def _markdown(table: Table) -> str:
-    return markdown(table).rstrip() if table.rows else "None."
-
-
-def _notes(measured: Sequence[Measured]) -> str:
-    lines = []
-    for one in measured:
-        authors = one.entry.authors
-        told = [authors.not_met if authors else "", one.entry.note]
-        if authors is not None and any(told):
-            lines.append(f"* {authors.source}: {'; '.join(filter(None, told))}.")
-    how = [f"* {METHODS[method]}: {words}" for method, words in HOW.items() if words]
-    heading = "How the authors ran each method, as far as their GFLOPs show it:"
-    return "\n".join([*dict.fromkeys(lines), "", heading, "", *how])
-
-
-def _made(measured: Sequence[Measured], about: About) -> str:
-    time = duration(_seconds(measured, about))
-    lines = [f"    {about.command}", "", f"{time} of training and measuring; rows are in `{about.results}`."]
-    if about.trainings:
-        spent = "; ".join(f"{name} {seconds:.0f} s" for name, seconds in about.trainings.items())
-        lines.append(f"Trainings, {about.recipe} recipe: {spent}.")
-    if about.recipe == "short":
-        lines.append(
-            "The short recipe was chosen on a split of the training photos; DynamicViT is trained without its loss on "
-            "tokens there, which made it worse. The papers train for 30 to 40 epochs of ImageNet."
-        )
-    for name in ("hardware", "versions", "date"):
-        told = dict.fromkeys(str(one.row.about.get(name, "not recorded")) for one in measured)
-        if told:
-            lines.append(f"{name.capitalize()}: {'; '.join(told)}.")
-    timed = dict.fromkeys(one.row.timed_on for one in measured if one.row.timed_on)
-    if timed:
-        lines.append(f"Speed was measured on {'; '.join(map(str, timed))}.")
-    busy = [one.row.busy for one in measured if one.row.busy is not None]
-    if busy:
-        lines.append(f"While speed was measured, other programs used at most {max(busy):.1f} processors.")
-    return "\n".join(lines)
-
-
-def _seconds(measured: Sequence[Measured], about: About) -> float:
-    """Of training and measuring, over all the times that the command was run."""
-    rows = {one.row.setting.key: one.row.about for one in measured}.values()
-    spent = sum(float(row.get("seconds", 0)) + float(row.get("speed", {}).get("seconds", 0)) for row in rows)
-    return spent + sum(about.trainings.values())

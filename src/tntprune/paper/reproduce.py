@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from tntprune.backbones.models import load_model, shape_of
 from tntprune.errors import UsageError, UserError
-from tntprune.paper import figures, page
+from tntprune.paper import page
 from tntprune.paper.compare import Measured
-from tntprune.paper.entries import Agenda, Entry, TokenMap
+from tntprune.paper.entries import PaperPlan, TokenMap
+from tntprune.paper.figures import figures
 from tntprune.paper.trainings import RecipeName, folder, spent, train
 from tntprune.report.draw import photo_maps, row_titles, sheet, write_picture
 from tntprune.serialization.checkpoint import load_
-from tntprune.sweep import Job, carry_out
-from tntprune.sweep import plan as plan_sweep
-from tntprune.sweep.results import Row
+from tntprune.sweep import SweepRequest, carry_out, plan_sweep
+from tntprune.sweep.results import ResultRow
 from tntprune.sweep.sweep_photos import Listing
 from tntprune.system.distributed import ALONE, World
 from tntprune.system.precision import Precision
@@ -58,7 +58,7 @@ class Options:
     out: Path
     recipe: RecipeName = "published"
     trainings: Path | None = None
-    weights: dict[str, Path] | None = None
+    weights: dict[str, Path] = field(default_factory=dict)
     photos: tuple[Path, ...] = ()
     limit: int | None = None
     speed: bool = True
@@ -72,15 +72,14 @@ class Options:
     parts: int | None = None
     command: str = ""
 
+    @property
+    def trainings_folder(self) -> Path:
+        """Where trainings lie."""
+        return self.trainings or self.out / "trainings"
 
-def run(plan: Agenda, options: Options, world: World = ALONE, progress: bool = True) -> list[Measured]:
+
+def run(plan: PaperPlan, options: Options, world: World = ALONE, progress: bool = True) -> list[Measured]:
     """Train, measure, draw and write.
-
-    Args:
-        plan: What.
-        options: How.
-        world: The processes that work together.
-        progress: Show bars.
 
     Returns:
         What was measured of each entry, in the plan's order.
@@ -91,46 +90,44 @@ def run(plan: Agenda, options: Options, world: World = ALONE, progress: bool = T
     """
     _check(plan, options)
     for file in (RESULTS, PAGE, REPORT):
-        check_output(options.out / file, [options.data, *(options.weights or {}).values(), *options.photos])
+        check_output(options.out / file, [options.data, *options.weights.values(), *options.photos])
     with world.main_first():
         make_folder(options.out)
-    where = options.trainings or options.out / "trainings"
-    device = world.device(options.device)
-    train(
-        plan, options.train_data, where, options.recipe, weights=options.weights or {}, device=device,
-        seed=options.seed, parts=options.parts, world=world, workers=options.workers, progress=progress and world.main,
-    )  # fmt: skip
-    measured = _measure(plan, options, where, world, progress)
+    train(plan, options, world, progress and world.main)
+    measured = _measure(plan, options, world, progress) if plan.all else []
     if world.main:
-        maps = draw_maps(plan.maps, options, where, device)
-        about = page.About(options.command, options.recipe, spent(plan, where), RESULTS)
+        maps = draw_maps(plan.maps, options, world.device(options.device))
+        about = page.About(options.command, options.recipe, spent(plan, options.trainings_folder), RESULTS)
         write_pages(plan, measured, maps, about, options.out)
     world.wait()
     return measured
 
 
-def _check(plan: Agenda, options: Options) -> None:
+def _check(plan: PaperPlan, options: Options) -> None:
     """Refuse what cannot end well before hours are spent on it."""
-    weights = options.weights or {}
-    for model, file in weights.items():
+    for model, file in options.weights.items():
         if not file.is_file():
             raise UserError(f"{file}: no such file; expected weights of {model}")
-    if "vit16" in plan.models and "vit16" not in weights:
+    if "vit16" in plan.models and "vit16" not in options.weights:
         raise UsageError("vit16: its authors released no weights; expected --weights vit16=FILE, or other --backbones")
     for photo in options.photos:
         if not photo.is_file():
             raise UserError(f"{photo}: no such photo; expected one for the token maps")
     first = plan.models[0]
-    Listing(options.data, shape_of(first, weights=weights.get(first)), options.limit)
+    Listing(options.data, shape_of(first, weights=options.weights.get(first)), options.limit)
 
 
-def _measure(plan: Agenda, options: Options, trainings: Path, world: World, progress: bool) -> list[Measured]:
-    if not plan.all:
-        return []
-    jobs = {entry.run: _job(entry, trainings) for entry in plan.runs}
+def _measure(plan: PaperPlan, options: Options, world: World, progress: bool) -> list[Measured]:
+    requests = [
+        SweepRequest(
+            entry.model, entry.config,
+            entry.training and folder(options.trainings_folder, entry.model, entry.training), entry.name, entry.scheme,
+        )
+        for entry in plan.runs
+    ]  # fmt: skip
     made = plan_sweep(
-        list(jobs.values()), options.data, weights=options.weights, batch_size=options.batch_size,
-        precision=options.precision, limit=options.limit,
+        requests, options.data, weights=options.weights, batch_size=options.batch_size, precision=options.precision,
+        limit=options.limit,
     )  # fmt: skip
     if made.left_out:
         raise UserError(f"a setting cannot be measured: {made.left_out[0]}")
@@ -138,44 +135,38 @@ def _measure(plan: Agenda, options: Options, trainings: Path, world: World, prog
         made, options.out / RESULTS, device=options.device, workers=options.workers, together=options.together,
         speed=options.speed, on_bad_image=options.on_bad_image, world=world, progress=progress,
     )  # fmt: skip
-    by_job = {id(task.job): row for task, row in zip(made.tasks, rows, strict=True)}
-    return join(plan, {key: by_job[id(job)] for key, job in jobs.items()})
+    found = {id(planned.request): row for planned, row in zip(made.settings, rows, strict=True)}
+    return join(plan, {entry.run: found[id(asked)] for entry, asked in zip(plan.runs, requests, strict=True)})
 
 
-def _job(entry: Entry, trainings: Path) -> Job:
-    reducer = None if entry.training is None else folder(trainings, entry.model, entry.training)
-    return Job(entry.model, entry.config, reducer, entry.name, entry.scheme)
-
-
-def join(plan: Agenda, rows: dict[str, Row]) -> list[Measured]:
-    """The entries of a plan with their rows, which are given by what was run."""
+def join(plan: PaperPlan, rows: dict[str, ResultRow]) -> list[Measured]:
+    """Join the entries of a plan with their rows, which are given by what was run."""
     bases = {entry.model: rows[entry.run] for entry in plan.all if entry.config is None}
     every = (*plan.entries, *plan.bases, *plan.ablation)
     return [Measured(entry, rows[entry.run], bases[entry.model]) for entry in every]
 
 
-def draw_maps(maps: Sequence[TokenMap], options: Options, trainings: Path, device: str) -> list[tuple[str, bytes]]:
-    """A picture for each figure of token maps: its caption and the PNG, which is also written."""
+def draw_maps(maps: Sequence[TokenMap], options: Options, device: str) -> list[tuple[str, bytes]]:
+    """Draw a picture for each figure of token maps and write it; return its caption and the PNG."""
     found = []
     for one in maps:
-        model = load_model(one.backbone, (options.weights or {}).get(one.backbone), device)
+        model = load_model(one.backbone, options.weights.get(one.backbone), device)
         photos = list(options.photos) or Listing(options.data, model, SHOWN).paths
-        config = one.config
-        changes = {name: getattr(config, name) for name in ("at", "keep", "similar")}
-        load_(model, folder(trainings, one.backbone, one.training), **changes)
+        changes = {name: getattr(one.config, name) for name in ("at", "keep", "similar")}
+        load_(model, folder(options.trainings_folder, one.backbone, one.training), **changes)
         picture = sheet(photo_maps(model, photos, each=True), row_titles(photos))
-        write_picture(options.out / figures.map_file(one), picture)
-        found.append((figures.map_caption(one), picture))
+        write_picture(options.out / one.file, picture)
+        found.append((one.caption, picture))
     return found
 
 
 def write_pages(
-    plan: Agenda, measured: Sequence[Measured], maps: Sequence[tuple[str, bytes]], about: page.About, out: Path
+    plan: PaperPlan, measured: Sequence[Measured], maps: Sequence[tuple[str, bytes]], about: page.About, out: Path
 ) -> None:
-    """paper.md with its figures, and report.html."""
+    """Write paper.md with its figures, and report.html."""
     from tntprune.report.build import build
 
-    for name, data in figures.figures(measured):
+    for name, data in figures(measured):
         write_picture(out / name, data)
     write(out / PAGE, page.text(plan, measured, about).encode("utf-8", "backslashreplace"))
     rows = list({one.row.setting.key: one.row for one in measured if one.entry.table != "ablation"}.values())

@@ -10,7 +10,7 @@ how they were chosen. `HOW` says for each method what is known; a row's note say
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -18,7 +18,7 @@ from typing import Any
 
 from tntprune.methods import TNT, Config, DynamicViT, EViT, Random, ToMe, TopK, ZeroTPrune
 
-Row = dict[str, str]
+Columns = dict[str, str]  # of a row of published.csv, by name
 
 PARAMETERS = ("keep", "tokens", "rates", "rho", "r")  # columns of which each reduced row fills in one
 PATCHES = 196  # of every model in the tables
@@ -52,151 +52,167 @@ HOW = {
 
 
 @dataclass(frozen=True)
+class Authors:
+    """What the paper reports of a setting, and of the unpruned model in the same table.
+
+    Args:
+        source: Which row of the paper that is.
+        backbone: As published.csv names it.
+        top1: Percent.
+        gmacs: Billions of multiply-accumulates, which the paper calls GFLOPs.
+        images_per_s: On one A40; None where none is printed.
+        base: The same three figures of the unpruned model.
+        note: What is odd about the row, or guessed; "" if nothing.
+        not_met: Why the setting does not give the printed GFLOPs; "" where it does.
+    """
+
+    source: str
+    backbone: str
+    top1: float
+    gmacs: float
+    images_per_s: int | None
+    base: tuple[float, float, int]
+    note: str = ""
+    not_met: str = ""
+
+    @property
+    def drop(self) -> float:
+        """Points of accuracy below the unpruned model."""
+        return self.base[0] - self.top1
+
+    @property
+    def share(self) -> float:
+        """Of the unpruned model's multiply-accumulates."""
+        return self.gmacs / self.base[1]
+
+    @property
+    def speedup(self) -> float | None:
+        """Times as many images/s as the unpruned model."""
+        return None if self.images_per_s is None else self.images_per_s / self.base[2]
+
+    def agrees(self, macs: int) -> bool:
+        """Return whether a count is the printed one, within its rounding (0.015 to be fair to it) or half a percent."""
+        return abs(macs / 1e9 - self.gmacs) <= max(0.015, 0.005 * self.gmacs)
+
+
+@dataclass(frozen=True)
 class Published:
     """One row.
 
     Args:
         row: Every column of published.csv, as it stands there.
+        name: What tells the row from all others.
         model: The model that was run, by the name that our commands take.
         config: The setting that gives its multiply-accumulates; None for an unpruned model.
         printed: The parameter that is printed, "0.9 0.9 0.8" for example.
         as_run: The one that was run: another one where the printed one is a misprint.
-        note: What is odd about the row, or guessed; "" if nothing.
-        not_met: Why the setting does not give the printed GFLOPs; "" where it does.
+        authors: What is printed.
     """
 
-    row: Row
+    row: Columns
+    name: str
     model: str
     config: Config | None
     printed: str
     as_run: str
-    note: str
-    not_met: str
-
-    @property
-    def name(self) -> str:
-        """What tells the row from all others."""
-        bucket = self.row["gflops_bucket"]
-        words = (self.row["backbone"], self.row["scheme"], self.row["method"], self.printed, bucket and f"at {bucket}")
-        return " ".join(filter(None, words))
+    authors: Authors
 
     @property
     def how(self) -> str:
         """How the method was run, as far as the figures show it."""
         return HOW[self.row["method"]]
 
-    @property
-    def top1(self) -> float:
-        """Printed top-1 accuracy in percent."""
-        return float(self.row["top1"])
 
-    @property
-    def images_per_s(self) -> int | None:
-        """Printed throughput; none is printed for random drop."""
-        return int(self.row["images_per_s"]) if self.row["images_per_s"] else None
+def read_csv(name: str) -> list[Columns]:
+    """Read one of our files of what the authors printed."""
+    return list(csv.DictReader(files("tntprune.paper").joinpath(name).read_text(encoding="utf-8").splitlines()))
 
-    @property
-    def gmacs(self) -> float:
-        """Printed GFLOPs, which are billions of multiply-accumulates."""
-        return float(self.row["gflops"])
 
-    def agrees(self, macs: int) -> bool:
-        """Whether a count is the printed one, within its rounding (0.015 to be fair to it) or half a percent."""
-        return abs(macs / 1e9 - self.gmacs) <= max(0.015, 0.005 * self.gmacs)
+def authors_of(row: Columns, source: str) -> Authors:
+    """Return what a row of one of our files says of its authors' figures."""
+    base = _unpruned()[row["backbone"]]
+    return Authors(
+        source, row["backbone"], *_figures(row), base=(*_figures(base)[:2], int(base["images_per_s"])),
+        note=row["note"], not_met=row["not_met"],
+    )  # fmt: skip
+
+
+def _figures(row: Columns) -> tuple[float, float, int | None]:
+    return float(row["top1"]), float(row["gflops"]), int(row["images_per_s"]) if row["images_per_s"] else None
+
+
+@cache
+def _unpruned() -> dict[str, Columns]:
+    return {row["backbone"]: row for row in read_csv("published.csv") if row["method"] == "none"}
 
 
 @cache
 def published() -> tuple[Published, ...]:
-    """All rows, in the paper's order."""
-    text = files("tntprune.paper").joinpath("published.csv").read_text(encoding="utf-8")
-    return tuple(_published(row) for row in csv.DictReader(text.splitlines()))
+    """Return all rows, in the paper's order."""
+    return tuple(map(_published, read_csv("published.csv")))
 
 
-def _published(row: Row) -> Published:
+def _published(row: Columns) -> Published:
     printed = next((row[name] for name in PARAMETERS if row[name]), "")
-    as_run = row["as_run"] or printed
-    model = MODELS[row["backbone"]]
+    as_run, model, bucket = row["as_run"] or printed, MODELS[row["backbone"]], row["gflops_bucket"]
     if row["method"] in ON_PLAIN:
         model = model.replace("_distilled", "")
-    return Published(row, model, setting(row, as_run), printed, as_run, row["note"], row["not_met"])
+    words = (row["backbone"], row["scheme"], row["method"], printed, bucket and f"at {bucket}")
+    name = " ".join(filter(None, words))
+    return Published(row, name, model, setting(row, as_run), printed, as_run, authors_of(row, name))
 
 
-def setting(row: Row, parameter: str) -> Config | None:
-    """What a row ran, had it run a parameter; None for an unpruned model."""
-    vit = row["backbone"] == "vit16_mlp768"
-    case = _Case(row, parameter, single=row["scheme"] == "single", vit=vit)
-    return SETTINGS[row["method"]](case) if row["method"] in SETTINGS else None
+def ranking(backbones: Iterable[str]) -> dict[str, int]:
+    """Return the place of each row of some backbones of published.csv, by its name: 1 keeps most tokens."""
+    return {name: rank for backbone in backbones for name, rank in _ranks(backbone).items()}
 
 
-@dataclass(frozen=True)
-class _Case:
-    """What a setting depends on."""
-
-    row: Row
-    parameter: str  # the printed one, or the one that was run instead
-    single: bool  # one layer, or several
-    vit: bool  # the paper's ViT/16, or a DeiT
-
-    @property
-    def layer(self) -> int:
-        """Where single-layer rows prune."""
-        return 2 if self.vit else 3
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        return tuple(float(rate) for rate in self.parameter.split())
-
-    @property
-    def amount(self) -> dict[str, Any]:
-        """`keep`, or `tokens` in single-layer rows of ViT/16."""
-        return {"tokens": int(self.parameter)} if self.row["tokens"] else {"keep": self.rates}
+@cache
+def _ranks(backbone: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for scheme in ("single", "multi"):
+        rows = [one for one in published() if (one.row["backbone"], one.row["scheme"]) == (backbone, scheme)]
+        amounts = {one.name: float(one.printed if scheme == "single" else one.row["gflops_bucket"]) for one in rows}
+        places = {amount: rank for rank, amount in enumerate(sorted(set(amounts.values()), reverse=True), 1)}
+        found |= {name: places[amount] for name, amount in amounts.items()}
+    return found
 
 
-def _random(case: _Case) -> Config:
-    return Random(at=case.layer, **case.amount)
-
-
-def _topk(case: _Case) -> Config:
-    return TopK(at=case.layer if case.single else MULTI, **case.amount)
-
-
-def _tnt(case: _Case) -> Config:
-    scorer: Any = "mlp" if case.row["method"] == "tnt-mlp" else "linear"
-    if case.single:
-        return TNT(at=case.layer, similar=30 if case.vit else 25, recipe="paper", scorer=scorer, **case.amount)
-    return TNT(at=MULTI, similar=40, recipe="paper", scorer=scorer, **case.amount)
-
-
-def _tome(case: _Case) -> Config:
-    metric: Any = "concat" if case.vit else "mean"
-    if not case.single:
-        return ToMe(r=int(case.parameter), metric=metric)
-    stay = int(case.parameter) if case.vit else int(PATCHES * float(case.parameter) + 1e-9)
-    return ToMe(at=case.layer, r=PATCHES - stay, metric=metric)
-
-
-def _zerotprune(case: _Case) -> Config:
-    if case.single:
-        similar = 30 if case.vit else 25
-        return ZeroTPrune(at=case.layer, similar=similar, beyond=False, stages="is", iterations=50, **case.amount)
-    second = case.rates[1]  # the first layer that prunes
-    similar = 10 if second > 0.5 else 5 if second == 0.5 else 2
-    return ZeroTPrune(at=(1, 3, 6, 9, 11), similar=similar, stages="is", iterations=(30, 5, 5, 1, 1), **case.amount)
-
-
-def _dynamicvit(case: _Case) -> Config:
-    if not case.single:
-        return DynamicViT(keep=case.rates)
-    return DynamicViT(tokens=(int(case.parameter),) * 3) if case.vit else DynamicViT(keep=case.rates * 3)
-
-
-def _evit(case: _Case) -> Config:
-    if not case.single:
-        return EViT(keep=case.rates)
-    return EViT(at=4 if case.row["backbone"] == "deit_base_distilled" else 3, keep=case.rates)
-
-
-SETTINGS: dict[str, Callable[[_Case], Config]] = {
-    "random": _random, "topk": _topk, "tnt": _tnt, "tnt-mlp": _tnt, "tome": _tome, "zerotprune": _zerotprune,
-    "dynamicvit": _dynamicvit, "evit": _evit,
-}  # fmt: skip
+def setting(row: Columns, parameter: str) -> Config | None:
+    """Return what a row ran, had it run a parameter; None for an unpruned model."""
+    method, single = row["method"], row["scheme"] == "single"
+    vit = row["backbone"] == "vit16_mlp768"  # the paper's ViT/16, not a DeiT
+    layer = 2 if vit else 3  # where single-layer rows prune
+    rates = () if row["tokens"] else tuple(map(float, parameter.split()))
+    amount: dict[str, Any] = {"keep": rates} if rates else {"tokens": int(parameter or 0)}
+    match method, single:
+        case "random", _:
+            return Random(at=layer, **amount)
+        case "topk", _:
+            return TopK(at=layer if single else MULTI, **amount)
+        case (("tnt" | "tnt-mlp"), _):
+            similar = 40 if not single else 30 if vit else 25
+            scorer: Any = "mlp" if method == "tnt-mlp" else "linear"
+            return TNT(at=layer if single else MULTI, similar=similar, recipe="paper", scorer=scorer, **amount)
+        case "tome", _:
+            metric: Any = "concat" if vit else "mean"
+            if not single:
+                return ToMe(r=int(parameter), metric=metric)
+            stay = int(parameter) if vit else int(PATCHES * rates[0] + 1e-9)
+            return ToMe(at=layer, r=PATCHES - stay, metric=metric)
+        case "zerotprune", True:
+            similar = 30 if vit else 25
+            return ZeroTPrune(at=layer, similar=similar, beyond=False, stages="is", iterations=50, **amount)
+        case "zerotprune", False:
+            second = rates[1]  # the first layer that prunes
+            similar = 10 if second > 0.5 else 5 if second == 0.5 else 2
+            return ZeroTPrune(at=(1, 3, 6, 9, 11), similar=similar, stages="is", iterations=(30, 5, 5, 1, 1), **amount)
+        case "dynamicvit", True:
+            return DynamicViT(tokens=(int(parameter),) * 3) if vit else DynamicViT(keep=rates * 3)
+        case "dynamicvit", False:
+            return DynamicViT(keep=rates)
+        case "evit", True:
+            return EViT(at=4 if row["backbone"] == "deit_base_distilled" else 3, keep=rates)
+        case "evit", False:
+            return EViT(keep=rates)
+    return None

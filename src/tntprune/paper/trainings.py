@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tntprune.methods import TNT
-from tntprune.paper.cost import Task
-from tntprune.paper.entries import Agenda
-from tntprune.paper.names import LEARNERS
-from tntprune.system.distributed import ALONE, World
+from tntprune.paper.entries import LEARNERS, PaperPlan
 from tntprune.training.run_folder import LOG, read_log
 
 if TYPE_CHECKING:
+    from tntprune.paper.reproduce import Options
+    from tntprune.system.distributed import World
     from tntprune.training.recipes import Recipe
 
 RecipeName = Literal["published", "short"]
 
 
+@dataclass(frozen=True)
+class PlannedTraining:
+    """One training: how many passes over how many images, and whether the model itself is trained.
+
+    Args:
+        model: Name.
+        name: Of what is trained.
+        epochs: Passes over the data.
+        tunes: Whether the model itself is trained too.
+    """
+
+    model: str
+    name: str
+    epochs: int
+    tunes: bool
+
+
 def recipe(name: str, kind: RecipeName, seed: int = 0, parts: int | None = None) -> Recipe:
-    """How something is trained.
+    """Return how something is trained.
 
     Args:
         name: Of LEARNERS.
@@ -38,49 +54,23 @@ def recipe(name: str, kind: RecipeName, seed: int = 0, parts: int | None = None)
     return recipes.changed(found, {"seed": seed, "micro_batches": parts})
 
 
-def tasks(plan: Agenda, kind: RecipeName) -> list[Task]:
-    """The trainings that a plan needs."""
+def planned_trainings(plan: PaperPlan, kind: RecipeName) -> list[PlannedTraining]:
+    """Return the trainings that a plan needs."""
     found = []
     for model, name in plan.trainings:
         training = recipe(name, kind).training
         assert training.epochs is not None  # every recipe says how many
-        found.append(Task(model, name, training.epochs, training.backbone_lr > 0))
+        found.append(PlannedTraining(model, name, training.epochs, training.backbone_lr > 0))
     return found
 
 
 def folder(trainings: Path, model: str, name: str) -> Path:
-    """Where a training lives."""
+    """Return where a training lives."""
     return trainings / f"{model}-{name}"
 
 
-def train(
-    plan: Agenda,
-    data: Path | None,
-    trainings: Path,
-    kind: RecipeName,
-    *,
-    weights: dict[str, Path],
-    device: str = "cpu",
-    seed: int = 0,
-    parts: int | None = None,
-    world: World = ALONE,
-    workers: int | None = None,
-    progress: bool = True,
-) -> None:
+def train(plan: PaperPlan, options: Options, world: World, progress: bool = True) -> None:
     """Train what a plan needs and what is not there yet; a training that was interrupted goes on.
-
-    Args:
-        plan: What is to be run.
-        data: The photos, in class folders.
-        trainings: Where trainings lie, one folder each.
-        kind: See `recipe`.
-        weights: Files of weights by model; the Hub is asked for others.
-        device: Where.
-        seed: Of everything random.
-        parts: See `recipe`.
-        world: The processes that work together.
-        workers: Processes that read photos.
-        progress: Show bars.
 
     Raises:
         UsageError: photos are needed and none are given, or what is there was trained with another recipe.
@@ -94,11 +84,12 @@ def train(
     from tntprune.serialization.checkpoint import FILE
     from tntprune.training.runs import train_folder
 
-    found = {(model, name): folder(trainings, model, name) for model, name in plan.trainings}
+    kind, data = options.recipe, options.train_data
+    found = {(model, name): folder(options.trainings_folder, model, name) for model, name in plan.trainings}
     missing = {key: out for key, out in found.items() if not (out / FILE).is_file()}
     begun = {key for key, out in missing.items() if (out / LOG).is_file()}
-    for out in found.values():
-        before = None if out in missing.values() else recipe_of(out)
+    for key, out in found.items():
+        before = None if key in missing else recipe_of(out)
         if before not in (None, kind):
             raise UsageError(
                 f"{out}: trained with the {before} recipe, given --recipe {kind}; expected --recipe {before}, or other "
@@ -111,18 +102,17 @@ def train(
     for number, ((model, name), out) in enumerate(missing.items(), 1):
         if progress:
             tqdm.write(f"training {name} on {model}, {number} of {len(missing)}: {out}", file=sys.stderr)
-        chosen = recipe(name, kind, seed, parts)
-        reduced = reduce_(load_model(model, weights.get(model), device), chosen.config)
+        chosen = recipe(name, kind, options.seed, options.parts)
+        reduced = reduce_(load_model(model, options.weights.get(model), world.device(options.device)), chosen.config)
         assert data is not None
-        about = {"model": model, "recipe": kind}
         train_folder(
-            reduced, data, out, chosen, world=world, workers=workers, resume=(model, name) in begun, about=about,
-            progress=progress,
+            reduced, data, out, chosen, world=world, workers=options.workers, resume=(model, name) in begun,
+            about={"model": model, "recipe": kind}, progress=progress,
         )  # fmt: skip
 
 
 def recipe_of(out: Path) -> str | None:
-    """The recipe that an ended training was given; None where its file does not say."""
+    """Return the recipe that an ended training was given; None where its file does not say."""
     from tntprune.serialization.checkpoint import FILE, read
     from tntprune.serialization.plan import parsed
 
@@ -130,8 +120,8 @@ def recipe_of(out: Path) -> str | None:
     return note.get("recipe")
 
 
-def spent(plan: Agenda, trainings: Path) -> dict[str, float]:
-    """Seconds that each training took, over all the times it was resumed."""
+def spent(plan: PaperPlan, trainings: Path) -> dict[str, float]:
+    """Return the seconds that each training took, over all the times it was resumed."""
     found = {}
     for model, name in plan.trainings:
         times = [float(line["seconds"]) for line in read_log(folder(trainings, model, name)) if "seconds" in line]

@@ -1,5 +1,5 @@
 """Pages and pictures made of measured rows: `page` and its parts; `build`, `figures`, `tables` and `summary`."""
 
-from tntprune.report.page import page, picture, table
+from tntprune.report.page import Table, page, picture
 
-__all__ = ["page", "picture", "table"]
+__all__ = ["Table", "page", "picture"]

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
-from html import escape
+from statistics import median
 from typing import Any
 
 from tntprune import __version__
 from tntprune.errors import UserError
 from tntprune.report import tables
-from tntprune.report.facts import measured
-from tntprune.report.figures import curves, described_curves
-from tntprune.report.groups import SCHEMES, Backbone, Group, grouped, line_names
-from tntprune.report.page import figure, page, paragraphs, picture
+from tntprune.report.figures import COLUMNS, described_curves, draw_curves
+from tntprune.report.groups import SCHEMES, BackboneRows, Group, grouped, line_names
+from tntprune.report.page import Table, page, part, picture
 from tntprune.report.plot_style import Look, looks
 from tntprune.report.summary import NOISE, standard_error, summary
-from tntprune.sweep.results import Row
+from tntprune.sweep.results import ResultRow
 from tntprune.system.units import unit_of
 
 LARGEST = 5_000_000  # bytes of a page
-COLUMNS = 3  # backbones in one figure
+MOST = 8  # different values of a fact that are shown
+COMPARED = (
+    "Top-1 in percent at equal shares of the unpruned model's multiply-accumulates. In brackets is the share of "
+    "the setting that was measured; ≈ is interpolated between a method's two settings around that share. The star "
+    "marks the highest accuracy at the column's share; it can be a tie with others, see the summary."
+)
+LISTED = (
+    "The drop is in points of top-1 against the unpruned model; agreement is the share of images on which the "
+    "first guess is the unpruned model's. A dash is what was not measured or has no meaning; "
+    f"† a speed taken while other programs used more than {tables.BUSY} processors."
+)
 
 
 def build(
-    rows: Iterable[Row],
+    rows: Iterable[ResultRow],
     title: str,
     lead: str = "",
     maps: Sequence[tuple[str, bytes]] = (),
     extra_sections: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """One self-contained HTML page.
+    """Return one self-contained HTML page.
 
     Args:
         rows: Any number, with the unpruned model of each backbone. Those that cannot be compared, because images,
@@ -48,12 +58,15 @@ def build(
     rows = list(rows)
     groups = grouped(rows)
     styles = looks(line_names(groups))
-    sections = [("Summary", _summary(groups)), *extra_sections]
+    kinds = [group.label for group in groups]
+    sections = [("Summary", part("summary", kinds, summary(groups), NOISE)), *extra_sections]
     for group in groups:
         sections += _sections(group, styles, f" on {group.label}" if len(groups) > 1 else "")
     if maps:
-        sections.append(("Token maps", "".join(_map(caption, data) for caption, data in maps)))
-    sections.append(("How this was measured", measured(rows, groups)))
+        sections.append(("Token maps", part("figures", [_map(caption, data) for caption, data in maps])))
+    timed = any(row.images_per_s is not None for row in rows)
+    facts = Table([], _facts(rows, groups), words=[1])
+    sections.append(("How this was measured", part("measured", timed, facts, len(rows), tables.commands(rows))))
     made = page(title, lead, sections, f"{len(rows)} rows; page made by tntprune {__version__}, {date.today()}.")
     made = made.encode("utf-8", "backslashreplace").decode()  # a file name need not be UTF-8
     if len(made.encode()) > LARGEST:
@@ -64,65 +77,49 @@ def build(
     return made
 
 
-def figures(rows: Iterable[Row]) -> Iterator[tuple[str, Any]]:
-    """Every figure of the page for a file of its own: its name, and a function from a form to its bytes."""
+def figures(rows: Iterable[ResultRow]) -> Iterator[tuple[str, Any]]:
+    """Yield every figure of the page for a file of its own: its name, and a function from a form to its bytes."""
     groups = grouped(rows)
     styles = looks(line_names(groups))
     for number, group in enumerate(groups, start=1):
         for scheme in group.schemes:
-            for part, backbones in enumerate(_columns(group, scheme), start=1):
-                words = ["curves", scheme, f"data{number}" if len(groups) > 1 else "", f"{part}" if part > 1 else ""]
-                own = _rows_of(backbones)
-                yield "-".join(filter(None, words)), lambda form, o=own, s=scheme: curves(o, s, form, styles)
+            for turn, own in enumerate(_columns(group, scheme), start=1):
+                words = ["curves", scheme, f"data{number}" if len(groups) > 1 else "", f"{turn}" if turn > 1 else ""]
+                yield "-".join(filter(None, words)), lambda form, o=own, s=scheme: draw_curves(o, s, form, styles)
 
 
 def _sections(group: Group, styles: dict[str, Look], on: str) -> list[tuple[str, str]]:
-    drawn, compared, listed = "", "", ""
-    for scheme in group.schemes:
-        for backbones in _columns(group, scheme):
-            own = _rows_of(backbones)
-            wide, narrow = (curves(own, scheme, "svg", styles, narrow) for narrow in (False, True))
-            image = picture(wide, described_curves(backbones, scheme), "svg", narrow)
-            drawn += figure(image, _caption(backbones, scheme))
-        for backbone in group.backbones:
-            if backbone.lines(scheme):
-                heading = f"<h3>{escape(backbone.label)}, {SCHEMES[scheme]}</h3>\n"
-                compared += heading + tables.overview(backbone, scheme).html()
-                same = tables.shared(backbone, scheme)
-                note = f'<p class="note">In all rows of a method: {escape(same)}.</p>' if same else ""
-                listed += heading + note + tables.every_row(backbone, scheme).html()
-    compared_words = (
-        "Top-1 in percent at equal shares of the unpruned model's multiply-accumulates. In brackets is the share of "
-        "the setting that was measured; ≈ is interpolated between a method's two settings around that share. The star "
-        "marks the highest accuracy at the column's share; it can be a tie with others, see the summary."
-    )
-    listed_words = (
-        "The drop is in points of top-1 against the unpruned model; agreement is the share of images on which the "
-        "first guess is the unpruned model's. A dash is what was not measured or has no meaning; "
-        f"† a speed taken while other programs used more than {tables.BUSY} processors."
-    )
     if not group.schemes:
         scale, unit = unit_of(max(b.base.macs for b in group.backbones))
         bases = [[b.label, f"{b.base.top1:.2f}", f"{b.base.macs / scale:.2f}"] for b in group.backbones]
-        return [(f"The unpruned models{on}", tables.Table(["model", "top-1, %", unit], bases).html())]
+        return [(f"The unpruned models{on}", Table(["model", "top-1, %", unit], bases).html())]
+    drawn, compared, listed = [], [], []
+    for scheme in group.schemes:
+        for backbones in _columns(group, scheme):
+            wide, narrow = (draw_curves(backbones, scheme, "svg", styles, narrow) for narrow in (False, True))
+            image = picture(wide, described_curves(backbones, scheme), "svg", narrow)
+            drawn.append((image, _caption(backbones, scheme)))
+        for backbone in group.backbones:
+            if backbone.lines(scheme):
+                heading = f"{backbone.label}, {SCHEMES[scheme]}"
+                compared.append((heading, "", tables.overview(backbone, scheme)))
+                same = tables.shared(backbone, scheme)
+                note = same and f"In all rows of a method: {same}."
+                listed.append((heading, note, tables.every_row(backbone, scheme)))
     return [
-        (f"Accuracy over cost{on}", drawn),
-        (f"Methods at equal cost{on}", paragraphs([compared_words]) + compared),
-        (f"Every setting{on}", paragraphs([listed_words]) + listed),
+        (f"Accuracy over cost{on}", part("figures", drawn)),
+        (f"Methods at equal cost{on}", part("tables", COMPARED, compared)),
+        (f"Every setting{on}", part("tables", LISTED, listed)),
     ]
 
 
-def _columns(group: Group, scheme: str) -> list[list[Backbone]]:
+def _columns(group: Group, scheme: str) -> list[list[BackboneRows]]:
     shown = [backbone for backbone in group.backbones if backbone.lines(scheme)]
     return [shown[first : first + COLUMNS] for first in range(0, len(shown), COLUMNS)]
 
 
-def _rows_of(backbones: Sequence[Backbone]) -> list[Row]:
-    return [row for backbone in backbones for row in (backbone.base, *backbone.rows)]
-
-
-def _caption(backbones: Sequence[Backbone], scheme: str) -> str:
-    own = _rows_of(backbones)
+def _caption(backbones: Sequence[BackboneRows], scheme: str) -> str:
+    own = [row for backbone in backbones for row in (backbone.base, *backbone.rows)]
     error = max(standard_error(row) for row in own)
     counted = sorted({row.images for row in own})
     images = f"{counted[0]:,}" if len(counted) == 1 else f"{counted[0]:,} to {counted[-1]:,}"
@@ -137,39 +134,61 @@ def _caption(backbones: Sequence[Backbone], scheme: str) -> str:
     )
 
 
-def _summary(groups: Sequence[Group]) -> str:
-    said = ""
-    for topic, sentences in summary(groups):
-        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-        said += f"<h3>{escape(topic)}</h3>\n<ul>{items}</ul>\n"
-    return paragraphs(_mixed(groups)) + said + f'<p class="note">{escape(NOISE)}</p>'
-
-
-def _mixed(groups: Sequence[Group]) -> list[str]:
-    if len(groups) == 1:
-        return []
-    labels = "; ".join(group.label for group in groups)
-    return [f"These rows are of {len(groups)} kinds, shown apart because they cannot be compared: {labels}."]
-
-
-def _map(caption: str, data: bytes) -> str:
-    small, form = _small(caption, data)
-    return figure(picture(small, f"Token maps: {caption}", form), caption)
-
-
-def _small(caption: str, data: bytes, most: int = 500_000, width: int = 1800) -> tuple[bytes, str]:
-    """A picture as it is, or smaller where it is large, with its form."""
+def _map(caption: str, data: bytes, most: int = 500_000, width: int = 1800) -> tuple[str, str]:
+    """Return a picture as it is, or smaller where it is large, and its caption."""
     from PIL import Image, UnidentifiedImageError
 
+    alt = f"Token maps: {caption}"
     try:
         with Image.open(io.BytesIO(data)) as image:
             if len(data) <= most and image.format in ("PNG", "JPEG", "WEBP"):
-                return data, image.format.lower()
-            image.load()
+                return picture(data, alt, image.format.lower()), caption
             less = image.convert("RGB")
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
         raise UserError(f"{caption}: no picture that can be read ({error}); expected a PNG") from None
     less.thumbnail((width, 10 * width))
     out = io.BytesIO()
     less.save(out, "WEBP", quality=85)
-    return out.getvalue(), "webp"
+    return picture(out.getvalue(), alt, "webp"), caption
+
+
+def _facts(rows: Sequence[ResultRow], groups: Sequence[Group]) -> list[tuple[str, str]]:
+    """Say on what the rows were measured, with what, and what went wrong."""
+    facts = [("Images", "; ".join(group.label for group in groups)), ("Skipped", _skipped(rows))]
+    for name, heading in (("hardware", "Hardware"), ("versions", "Versions"), ("date", "Dates")):
+        values = Counter(_words(row.about[name]) for row in rows if row.about.get(name))
+        several = [f"{value} ({count} rows)" for value, count in values.items()]
+        told = "; ".join(values if len(values) == 1 else several[:MOST])
+        more = f"; and {len(values) - MOST} more" if len(values) > MOST else ""
+        facts.append((heading, told + more if values else "not recorded"))
+    timed = dict.fromkeys(row.timed_on for row in rows if row.timed_on)
+    if set(timed) - {row.about.get("hardware") for row in rows}:
+        facts.append(("Speed measured on", "; ".join(map(str, timed))))
+    if seconds := [row.about["seconds"] for row in rows if isinstance(row.about.get("seconds"), int | float)]:
+        facts.append(("Time", f"{sum(seconds) / 60:,.1f} minutes for {len(seconds)} rows"))
+    if bases := [backbone for group in groups for backbone in group.backbones if backbone.base.images_per_s]:
+        facts.append(("Unpruned", "; ".join(f"{one.label} {one.base.images_per_s:,.1f} images/s" for one in bases)))
+    return [*facts, ("Other programs", _busy(rows))]
+
+
+def _words(value: Any) -> str:
+    return ", ".join(f"{name} {own}" for name, own in value.items()) if isinstance(value, dict) else str(value)
+
+
+def _skipped(rows: Sequence[ResultRow]) -> str:
+    most = max(row.skipped for row in rows)
+    if most == 0:
+        return "none; every image could be read"
+    some = sum(row.skipped > 0 for row in rows)
+    return f"up to {most:,} images that could not be read, in {some} of {len(rows)} rows; they are not counted"
+
+
+def _busy(rows: Sequence[ResultRow]) -> str:
+    known = [row.busy for row in rows if row.busy is not None]
+    if not known:
+        return "speed was not measured" if all(row.images_per_s is None for row in rows) else "not recorded"
+    marked = sum(busy > tables.BUSY for busy in known)
+    return (
+        f"used {median(known):.2f} processors in the median row while speed was measured, {max(known):.2f} at most; "
+        f"{f'{marked} rows are marked †' if marked else 'no row is marked for it'}"
+    )

@@ -47,18 +47,16 @@ def veiled(pixels: Pixels, carrier: np.ndarray[Any, Any], grid: tuple[int, int])
 
 
 def to_pixels(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> Pixels:
-    """A normalised image (C, H, W) back to (H, W, 3), 0 to 255."""
-    shape = (-1, 1, 1)
-    x = image.cpu() * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)
-    x = x.clamp(0, 1).mul(255).round().byte().expand(3, -1, -1)
-    return x.permute(1, 2, 0).numpy()  # (H, W, 3)
+    """Turn a normalised image (C, H, W) back into (H, W, 3), 0 to 255."""
+    x = image.cpu() * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)
+    return x.clamp(0, 1).mul(255).round().byte().expand(3, -1, -1).permute(1, 2, 0).numpy()
 
 
 @torch.inference_mode()
 def kept_maps(
     model: nn.Module, images: torch.Tensor, mean: Sequence[float], std: Sequence[float], each: bool = False
 ) -> list[dict[str, Pixels]]:
-    """For each image the picture itself, and one picture for each block after which tokens go.
+    """Draw for each image the picture itself, and one picture for each block after which tokens go.
 
     Args:
         model: A reduced model in eval mode.
@@ -103,7 +101,7 @@ def _carriers(model: nn.Module, images: torch.Tensor, each: bool) -> list[dict[i
 
 
 def photo_maps(model: nn.Module, photos: Sequence[Path], each: bool = False) -> list[dict[str, Pixels]]:
-    """`kept_maps` of photos, each turned upright as its EXIF orientation says.
+    """Draw `kept_maps` of photos, each turned upright as its EXIF orientation says.
 
     Raises:
         BadImage: a photo cannot be read.
@@ -117,7 +115,7 @@ def photo_maps(model: nn.Module, photos: Sequence[Path], each: bool = False) -> 
 
 
 def sheet(pictures: list[dict[str, Pixels]], titles: Sequence[str] | None = None) -> bytes:
-    """Pictures in a grid, one row per image and one column per caption, with a legend of the veils, as a PNG."""
+    """Lay pictures in a grid, one row per image and one column per caption, with a legend of the veils, as a PNG."""
     captions = list(pictures[0])
     rows, columns = len(pictures), len(captions)
     tall = pictures[0][ORIGINAL].shape[0] / pictures[0][ORIGINAL].shape[1]
@@ -154,7 +152,7 @@ def _legend(figure: Any) -> None:
 
 
 def row_titles(paths: Sequence[Path]) -> list[str]:
-    """Short titles for photos: their names, cut so that two different names stay different.
+    """Cut the names of photos to short titles that stay different.
 
     Names that are too long lose the beginning that all of them share.
     """

@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tntprune.report.groups import SCHEMES, Backbone, grouped, line_names
+from tntprune.report.groups import SCHEMES, BackboneRows, grouped, line_names
 from tntprune.report.plot_style import Form, Look, blank, drawable, finished, looks
-from tntprune.sweep.results import Row
+from tntprune.sweep.results import ResultRow
 from tntprune.system.units import unit_of
 
 GREY = "#777777"
-SPEED = "times as fast as the unpruned model"
-Point = tuple[float, float]
+COLUMNS = 3  # backbones in one figure
+XY = tuple[float, float]
 
 
-def curve(lines: Mapping[str, Sequence[Point]], base: Point, x: str, y: str, form: Form) -> bytes:
-    """One line a name over a cost, the unpruned model as a dashed one.
+def curve(lines: Mapping[str, Sequence[XY]], base: XY, x: str, y: str, form: Form) -> bytes:
+    """Draw one line a name over a cost, the unpruned model as a dashed one.
 
     Args:
-        lines: Points (cost, accuracy) by name.
-        base: The unpruned model's point.
+        lines: (cost, accuracy) by name.
+        base: The same of the unpruned model.
         x: What the cost is.
         y: What the accuracy is.
         form: Of the file.
@@ -35,13 +35,13 @@ def curve(lines: Mapping[str, Sequence[Point]], base: Point, x: str, y: str, for
 
 
 def curves(
-    rows: Iterable[Row],
+    rows: Iterable[ResultRow],
     scheme: str,
     form: Form = "png",
     styles: Mapping[str, Look] | None = None,
     narrow: bool = False,
 ) -> bytes:
-    """Top-1 against multiply-accumulates (top) and speed-up (bottom), one column per backbone.
+    """Draw top-1 against multiply-accumulates (top) and speed-up (bottom), one column per backbone.
 
     Speed-ups are comparable across runs, because each was timed in turns with the unpruned model; images/s are not.
 
@@ -49,7 +49,7 @@ def curves(
         rows: With the unpruned model of each backbone; all of the same images, precision and batch size.
         scheme: "single" or "multi": the rows that are drawn.
         form: Of the file.
-        styles: The look of each line, to have the same one in several figures; `canvas.looks` of the names if None.
+        styles: The look of each line, to have the same one in several figures; `looks` of the names if None.
         narrow: All plots below each other, for a phone.
 
     Raises:
@@ -59,11 +59,15 @@ def curves(
     groups = grouped(rows)
     if len(groups) > 1:
         raise ValueError(f"rows of {len(groups)} kinds in one figure: {'; '.join(group.label for group in groups)}")
-    styles = looks(line_names(groups)) if styles is None else styles
-    return _drawn(groups[0].backbones, scheme, form, styles, narrow)
+    return draw_curves(
+        groups[0].backbones, scheme, form, looks(line_names(groups)) if styles is None else styles, narrow
+    )
 
 
-def _drawn(backbones: Sequence[Backbone], scheme: str, form: Form, styles: Mapping[str, Look], narrow: bool) -> bytes:
+def draw_curves(
+    backbones: Sequence[BackboneRows], scheme: str, form: Form, styles: Mapping[str, Look], narrow: bool = False
+) -> bytes:
+    """Draw `curves` of backbones whose rows are grouped already."""
     columns = len(backbones)
     fast = any(row.speedup for backbone in backbones for row in (backbone.base, *backbone.rows))
     pair = (3.2, 3.2 if fast else 0.8)  # inches of the plot on top and of the one below
@@ -77,10 +81,9 @@ def _drawn(backbones: Sequence[Backbone], scheme: str, form: Form, styles: Mappi
     axes = figure.subplots(*shape, squeeze=False, height_ratios=heights)
     for number, backbone in enumerate(backbones):
         upper, lower = (axes[2 * number][0], axes[2 * number + 1][0]) if narrow else axes[:, number]
-        lines = backbone.lines(scheme)
         scale, unit = unit_of(backbone.base.macs)
-        _fill(upper, lines, backbone.base, styles, partial(_work, scale), unit)
-        _fill(lower, lines, backbone.base, styles, _speed, SPEED)
+        _fill(upper, backbone, scheme, styles, partial(_work, scale), unit)
+        _fill(lower, backbone, scheme, styles, _speedup, "times as fast as the unpruned model")
         upper.set_title(drawable(backbone.label), fontsize=10 if columns < 3 or narrow else 9)
         for axis in (upper, lower):
             if (narrow or number == 0) and axis.lines:
@@ -96,24 +99,25 @@ def _drawn(backbones: Sequence[Backbone], scheme: str, form: Form, styles: Mappi
     return finished(figure, form)
 
 
-def _work(scale: float, row: Row) -> float | None:
+def _work(scale: float, row: ResultRow) -> float | None:
     return row.macs / scale
 
 
-def _speed(row: Row) -> float | None:
+def _speedup(row: ResultRow) -> float | None:
     return 1.0 if row.setting.config is None else row.speedup
 
 
 def _fill(
     axis: Any,
-    lines: Mapping[str, Sequence[Row]],
-    base: Row,
+    backbone: BackboneRows,
+    scheme: str,
     styles: Mapping[str, Look],
-    cost: Callable[[Row], float | None],
+    cost: Callable[[ResultRow], float | None],
     unit: str,
 ) -> None:
-    """One plot; where the cost of no row is known, the words that say so."""
-    points: dict[str, list[Point]] = {}
+    """Draw one plot; where the cost of no row is known, the words that say so."""
+    lines = backbone.lines(scheme)
+    points: dict[str, list[XY]] = {}
     missing = 0
     for name, rows in lines.items():
         for row in rows:
@@ -121,22 +125,22 @@ def _fill(
             missing += spent is None
             if spent is not None:
                 points.setdefault(name, []).append((spent, row.top1))
-    axis.set_xlabel(unit)
     if not points:
         words = "speed was not measured" if lines else "no rows"
         axis.text(0.5, 0.5, words, transform=axis.transAxes, ha="center", va="center", color=GREY, fontsize=10)
-        axis.set(xticks=[], yticks=[], xlabel="")
+        axis.set(xticks=[], yticks=[])
         axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
         return
-    spent = cost(base)
-    _panel(axis, points, (float("nan") if spent is None else spent, base.top1), styles)
+    axis.set_xlabel(unit)
+    spent = cost(backbone.base)
+    _panel(axis, points, (float("nan") if spent is None else spent, backbone.base.top1), styles)
     if missing:
         words = f"{missing} of {missing + sum(map(len, points.values()))} settings have no speed"
         axis.set_title(words, fontsize=8, color=GREY)
 
 
-def _panel(axis: Any, lines: Mapping[str, Sequence[Point]], base: Point, styles: Mapping[str, Look]) -> None:
-    """Lines join points in the order given: settings stay neighbours where measured speed is uneven."""
+def _panel(axis: Any, lines: Mapping[str, Sequence[XY]], base: XY, styles: Mapping[str, Look]) -> None:
+    """Draw lines that join points in the order given: settings stay neighbours where measured speed is uneven."""
     axis.axhline(base[1], color=GREY, linestyle=(0, (7, 3)), linewidth=1, zorder=1)
     axis.plot(*base, "*", color=GREY, markersize=10, zorder=1.5, linestyle=(0, (7, 3)), linewidth=1, label="unpruned")
     for name, points in lines.items():
@@ -146,8 +150,8 @@ def _panel(axis: Any, lines: Mapping[str, Sequence[Point]], base: Point, styles:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def described_curves(backbones: Sequence[Backbone], scheme: str) -> str:
-    """What `curves` shows, for those who cannot see it."""
+def described_curves(backbones: Sequence[BackboneRows], scheme: str) -> str:
+    """Say what `curves` shows, for those who cannot see it."""
     parts = []
     for backbone in backbones:
         scale, unit = unit_of(backbone.base.macs)

@@ -1,4 +1,4 @@
-"""What our pictures share: looks that everybody tells apart, and drawing to memory."""
+"""The plot style of all our pictures: looks that everybody tells apart, and drawing to memory."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Look:
     dash: Any
 
     def options(self) -> dict[str, Any]:
-        """For matplotlib's `plot`."""
-        inside = self.colour if self.filled else "white"
+        """Return the look as options of matplotlib's `plot`."""
         return {
             "color": self.colour, "marker": self.shape, "linestyle": self.dash, "markersize": 5, "linewidth": 1.4,
-            "markerfacecolor": inside, "markeredgecolor": self.colour, "markeredgewidth": 1.1,
+            "markerfacecolor": self.colour if self.filled else "white", "markeredgecolor": self.colour,
+            "markeredgewidth": 1.1,
         }  # fmt: skip
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
-    """A look for each name, by its place: the first 14 have a marker of their own, the first 28 a colour and dash."""
+    """Give each name a look by its place: the first 14 have a marker of their own, the first 28 a colour and dash."""
     found = {}
     for place, name in enumerate(dict.fromkeys(names)):
         turn, colour = divmod(place, len(COLOURS))
@@ -51,7 +51,7 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
 
 
 def blank(width: float, height: float) -> Any:
-    """An empty figure of so many inches.
+    """Return an empty figure of so many inches.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -65,14 +65,14 @@ def blank(width: float, height: float) -> Any:
 
 
 def drawable(text: str) -> str:
-    """Text that matplotlib draws as it is: "$" starts no formula, and what is not UTF-8 or printable is escaped."""
+    """Escape text for matplotlib: "$" starts no formula, and what is not UTF-8 or printable is spelt out."""
     readable = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in readable)
     return escaped.replace("$", r"\$")
 
 
 def finished(figure: Any, form: Form) -> bytes:
-    """The bytes of a figure's file; the same figure gives the same bytes."""
+    """Return the bytes of a figure's file; the same figure gives the same bytes."""
     import matplotlib
 
     out = io.BytesIO()

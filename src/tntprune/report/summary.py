@@ -8,9 +8,9 @@ from math import sqrt
 
 from tntprune.report.groups import SCHEMES, Group
 from tntprune.report.tables import GAP, LOW, NEAR, comparable, equal_costs
-from tntprune.sweep.results import Row
+from tntprune.sweep.results import ResultRow
 
-Bucket = dict[str, Row]  # the row of each line at one cost
+Bucket = dict[str, ResultRow]  # the row of each line at one cost
 NAMED = 5  # methods that are named before the rest is counted
 NOISE = (
     "How sure that is: the standard error of a top-1 is that of a binomial share. The rows were measured on the same "
@@ -23,33 +23,36 @@ NOISE = (
 )
 
 
-def standard_error(row: Row) -> float:
-    """Of a row's top-1, in points of percent: binomial, with two right and two wrong images more (Agresti, Coull)."""
+def standard_error(row: ResultRow) -> float:
+    """Return that of a row's top-1, in points of percent.
+
+    Binomial, with two right and two wrong images more (Agresti, Coull).
+    """
     total = row.images + 4
     guess = (row.right + 2) / total
     return 100 * sqrt(guess * (1 - guess) / total)
 
 
-def error_of_difference(one: Row, other: Row) -> float:
-    """An upper bound of the standard error of the difference of two top-1, in points of percent.
+def error_of_difference(one: ResultRow, other: ResultRow) -> float:
+    """Return an upper bound of the standard error of the difference of two top-1, in points of percent.
 
-    Two rows of one backbone on the same images can differ only where one of them does not guess as the unpruned
-    model does; the variance of the difference is at most that share of the images, over their number.
+    Two rows of one model on the same images can differ only where one of them does not guess as the unpruned model
+    does; the variance of the difference is at most that share of the images, over their number.
     """
     apart = sqrt(standard_error(one) ** 2 + standard_error(other) ** 2)
-    if one.images != other.images:
+    if one.images != other.images or one.setting.model != other.setting.model:
         return apart
     differing = min(one.images, 2 * one.images - one.agreeing - other.agreeing)
     return min(apart, 100 * sqrt(differing) / one.images)
 
 
-def tie(one: Row, other: Row) -> bool:
-    """Whether the difference of two rows of a backbone lies within two standard errors."""
+def tie(one: ResultRow, other: ResultRow) -> bool:
+    """Return whether the difference of two rows of a backbone lies within two standard errors."""
     return abs(one.top1 - other.top1) <= 2 * error_of_difference(one, other)
 
 
 def summary(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
-    """For each backbone and scheme what it is about, and a paragraph on each of the paper's two regimes."""
+    """Return for each backbone and scheme what it is about, and a paragraph on each of the paper's two regimes."""
     found = []
     for group in groups:
         on = f", {group.label}" if len(groups) > 1 else ""
@@ -64,12 +67,10 @@ def summary(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
     return found
 
 
-def _regimes(base: Row, found: dict[float, Bucket]) -> list[str]:
+def _regimes(base: ResultRow, found: dict[float, Bucket]) -> list[str]:
     said = []
-    for words, own in (
-        (f"At {LOW} % of the MACs or more", {share: bucket for share, bucket in found.items() if share >= LOW}),
-        (f"Below {LOW} % of the MACs", {share: bucket for share, bucket in found.items() if share < LOW}),
-    ):
+    for words, high in ((f"At {LOW} % of the MACs or more", True), (f"Below {LOW} % of the MACs", False)):
+        own = {share: bucket for share, bucket in found.items() if (share >= LOW) == high}
         if own:
             compared = [bucket for bucket in own.values() if len(bucket) > 1]
             said.append(f"{words}: {_best(compared)} {_price(base, *next(reversed(own.items())))}")
@@ -77,7 +78,7 @@ def _regimes(base: Row, found: dict[float, Bucket]) -> list[str]:
 
 
 def _best(found: Sequence[Bucket]) -> str:
-    """Who is first at how many costs and by how much, and who cannot be told from the first at any of them."""
+    """Say who is first at how many costs and by how much, and who cannot be told from the first at any of them."""
     if not found:
         return "no two methods have the same cost and can be compared."
     leads: dict[str, list[tuple[float, bool]]] = {}  # over the next method, and whether it is a tie
@@ -87,23 +88,23 @@ def _best(found: Sequence[Bucket]) -> str:
         leads.setdefault(first, []).append((row.top1 - second.top1, tie(row, second)))
         close.update(name for name, other in bucket.items() if other is row or tie(row, other))
     name, own = max(leads.items(), key=lambda item: len(item[1]))
-    small, large = min(own)[0], max(own)[0]
-    by = f"{small:.1f}" if f"{small:.1f}" == f"{large:.1f}" else f"{small:.1f} to {large:.1f}"
+    small, large = (f"{lead:.1f}" for lead in (min(own)[0], max(own)[0]))
+    by = small if small == large else f"{small} to {large}"
     ties = sum(tied for _, tied in own)
-    sure = "beyond noise" if not ties else "all ties" if 1 < ties == len(own) else f"{ties} of {len(own)} ties"
-    sure = "a tie" if ties == len(own) == 1 else sure
+    sure = "beyond noise" if not ties else f"{ties} of {len(own)} ties"
+    if ties == len(own):
+        sure = "a tie" if ties == 1 else "all ties"
     costs = f"at {len(own)} of {len(found)} costs" if len(found) > 1 else "at the one cost compared"
-    others = [other for other, times in close.items() if times == len(found) and other != name]
     told = f"{name} is first {costs}, by {by} points over the next method ({sure})."
-    if others:
+    if others := [other for other, times in close.items() if times == len(found) and other != name]:
         where = "at every cost" if len(found) > 1 else "there"
         more = f"; and {len(others) - NAMED} more" if len(others) > NAMED else ""
         told += f" Within noise of the first {where}: {'; '.join(others[:NAMED])}{more}."
     return told
 
 
-def _price(base: Row, cost: float, bucket: Bucket) -> str:
-    """What the least cost of a regime takes away."""
+def _price(base: ResultRow, cost: float, bucket: Bucket) -> str:
+    """Say what the least cost of a regime takes away."""
     name, row = max(bucket.items(), key=lambda item: item[1].top1)
     told = f"The least of these costs, {cost:.0f} %, leaves {row.top1:.1f} % with {name}"
     if tie(base, row):

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from tntprune.report.groups import Backbone, in_words, options_of
-from tntprune.report.page import table
-from tntprune.sweep.results import Row
+from tntprune.report.groups import BackboneRows, in_words, options_of
+from tntprune.report.page import Table
+from tntprune.sweep.results import ResultRow
 from tntprune.system.units import unit_of
 
 LOW = 45  # percent of the unpruned model's multiply-accumulates below which the paper speaks of the low-token regime
-REGIMES = {"high": f"high: at least {LOW} % of the MACs", "low": f"low: less than {LOW} %"}
 WIDE = 5.0  # points of MACs around a column of the table of equal costs
 NEAR = 1.0  # points of MACs that count as the same cost
 GAP = 25.0  # points of MACs between two rows of a line, up to which it is interpolated
@@ -20,45 +19,8 @@ BUSY = 0.5  # processors that other programs used, above which a speed is marked
 NOTHING = "–"  # noqa: RUF001 - a dash
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table, whatever it is written as.
-
-    Args:
-        header: Column names.
-        rows: Cells as text.
-        best: For each row the columns to mark as the best; () for no marks at all.
-        groups: Headings above the column names, each with the number of columns that it spans.
-        words: Columns that hold words, not figures.
-    """
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    best: Sequence[Sequence[int]] = ()
-    groups: Sequence[tuple[str, int]] = ()
-    words: Sequence[int] = ()
-
-    def html(self) -> str:
-        """In a box that scrolls on its own."""
-        return table(self.header, self.rows, self.best, self.groups, self.words)
-
-
-def markdown(given: Table) -> str:
-    """A table in Markdown, the best in bold; headings above the column names are left out."""
-    best = given.best or [()] * len(given.rows)
-    words = {0, *given.words}
-    lines = [_line(given.header), _line(["---" if n in words else "---:" for n in range(len(given.header))])]
-    for row, marked in zip(given.rows, best, strict=True):
-        lines.append(_line([f"**{cell}**" if n in marked else cell for n, cell in enumerate(row)]))
-    return "\n".join(lines) + "\n"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-
-def every_row(backbone: Backbone, scheme: str) -> Table:
-    """All rows of a backbone and a scheme, by method and multiply-accumulates, below the unpruned model.
+def every_row(backbone: BackboneRows, scheme: str) -> Table:
+    """List all rows of a backbone and a scheme, by method and multiply-accumulates, below the unpruned model.
 
     Of a setting only those options are given that differ within its line; `shared` has the others.
     """
@@ -74,65 +36,57 @@ def every_row(backbone: Backbone, scheme: str) -> Table:
     return Table(header, rows, words=[1])
 
 
-def shared(backbone: Backbone, scheme: str) -> str:
-    """The options that all rows of a line share, line by line; "" if there are none."""
+def shared(backbone: BackboneRows, scheme: str) -> str:
+    """Return the options that all rows of a line share, line by line; "" if there are none."""
     found = {label: in_words(_shared(line)) for label, line in backbone.lines(scheme).items()}
     return "; ".join(f"{label}: {words}" for label, words in found.items() if words)
 
 
-def _shared(line: Sequence[Row]) -> dict[str, str]:
+def _shared(line: Sequence[ResultRow]) -> dict[str, str]:
     if len(line) < 2:
         return {}
     first, *others = (options_of(row.setting.config) for row in line)
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
-def _cells(row: Row, base: Row, scale: float, same: dict[str, str]) -> list[str]:
+def _cells(row: ResultRow, base: ResultRow, scale: float, same: dict[str, str]) -> list[str]:
     mark = "†" if row.busy is not None and row.busy > BUSY else ""
-    whole = row is base
     own = {name: value for name, value in options_of(row.setting.config).items() if name not in same}
     return [
         row.name,
         in_words(own),
         f"{row.top1:.2f}",
-        NOTHING if whole else signed(base.top1 - row.top1),
+        NOTHING if row is base else signed(base.top1 - row.top1),
         f"{row.top5:.2f}",
-        NOTHING if whole else f"{row.agreement:.1f}",
+        NOTHING if row is base else f"{row.agreement:.1f}",
         f"{row.macs / scale:.2f}",
         f"{share(row):.1f}",
-        NOTHING if row.speedup is None else f"{mark}{row.speedup:.2f}",
-        NOTHING if row.peak_mib is None else f"{row.peak_mib:,.0f}",
+        or_nothing(row.speedup, f"{mark}{{:.2f}}"),
+        or_nothing(row.peak_mib, "{:,.0f}"),
     ]
 
 
-def overview(backbone: Backbone, scheme: str) -> Table:
-    """Methods at equal shares of multiply-accumulates; the highest of each share is marked.
+def overview(backbone: BackboneRows, scheme: str) -> Table:
+    """Set methods beside each other at equal shares of multiply-accumulates; the highest of each share is marked.
 
     A cell has the share of its row in brackets, or "≈" where the accuracy is interpolated. Only cells at the column's
     share are compared.
     """
     found = equal_costs(backbone, scheme)
-    costs = list(found)
-    header = ["method", *(f"{cost:.0f} %" for cost in costs)]
-    high = sum(cost >= LOW for cost in costs)
-    spans = ((REGIMES["high"], high), (REGIMES["low"], len(costs) - high))
-    groups = [("", 1), *((words, span) for words, span in spans if span)]
+    high = sum(cost >= LOW for cost in found)
+    spans = [(f"high: at least {LOW} % of the MACs", high), (f"low: less than {LOW} %", len(found) - high)]
     rows, best = [], []
     for label in backbone.lines(scheme):
         cells, marked = [label], []
-        for column, cost in enumerate(costs, start=1):
-            own = found[cost].get(label)
-            cells.append(NOTHING if own is None else _cell(own))
-            rivals = comparable(found[cost])
+        for column, lines in enumerate(found.values(), start=1):
+            own, rivals = lines.get(label), comparable(lines)
+            cells.append(NOTHING if own is None else own.cell)
             if label in rivals and len(rivals) > 1 and rivals[label].top1 == max(r.top1 for r in rivals.values()):
                 marked.append(column)
         rows.append(cells)
         best.append(marked)
-    return Table(header, rows, best, groups)
-
-
-def _cell(own: AtCost) -> str:
-    return f"≈ {own.row.top1:.1f}" if own.between else f"{own.row.top1:.1f} ({share(own.row):.0f})"
+    groups = [("", 1), *((words, span) for words, span in spans if span)]
+    return Table(["method", *(f"{cost:.0f} %" for cost in found)], rows, best, groups)
 
 
 @dataclass(frozen=True)
@@ -145,17 +99,22 @@ class AtCost:
         equal: Whether its share is the one asked for, within `NEAR`.
     """
 
-    row: Row
+    row: ResultRow
     between: bool
     equal: bool
 
+    @property
+    def cell(self) -> str:
+        """Of the table of equal costs."""
+        return f"≈ {self.row.top1:.1f}" if self.between else f"{self.row.top1:.1f} ({share(self.row):.0f})"
 
-def comparable(found: dict[str, AtCost]) -> dict[str, Row]:
-    """The rows of the lines that have the same cost."""
+
+def comparable(found: dict[str, AtCost]) -> dict[str, ResultRow]:
+    """Return the rows of the lines that have the same cost."""
     return {label: own.row for label, own in found.items() if own.equal}
 
 
-def equal_costs(backbone: Backbone, scheme: str) -> dict[float, dict[str, AtCost]]:
+def equal_costs(backbone: BackboneRows, scheme: str) -> dict[float, dict[str, AtCost]]:
     """Compare lines at shares of multiply-accumulates, in percent, from the largest to the smallest.
 
     Each row on the frontier of its line lies within `WIDE` points of a share. At a share, a line has the row that was
@@ -174,16 +133,16 @@ def equal_costs(backbone: Backbone, scheme: str) -> dict[float, dict[str, AtCost
     return found
 
 
-def _frontier(rows: Sequence[Row]) -> list[Row]:
-    """The rows of a line, the most expensive first, without those that another one beats at no higher cost."""
-    found: list[Row] = []
+def _frontier(rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """Return a line, the most expensive row first, without those that another one beats at no higher cost."""
+    found: list[ResultRow] = []
     for row in sorted(rows, key=lambda row: (row.macs, -row.top1)):
         if not found or row.top1 > found[-1].top1:
             found.append(row)
     return found[::-1]
 
 
-def _at_cost(rows: Sequence[Row], cost: float) -> AtCost | None:
+def _at_cost(rows: Sequence[ResultRow], cost: float) -> AtCost | None:
     nearest = min(rows, key=lambda row: abs(share(row) - cost))
     if abs(share(nearest) - cost) <= NEAR:
         return AtCost(nearest, between=False, equal=True)
@@ -194,8 +153,8 @@ def _at_cost(rows: Sequence[Row], cost: float) -> AtCost | None:
     return AtCost(nearest, between=False, equal=False) if abs(share(nearest) - cost) <= WIDE else None
 
 
-def _between(below: Row, above: Row, part: float) -> Row:
-    """A row whose figures lie between those of two rows: `part` of the way from one to the other."""
+def _between(below: ResultRow, above: ResultRow, part: float) -> ResultRow:
+    """Return a row whose figures lie between those of two rows: `part` of the way from one to the other."""
 
     def mixed(name: str) -> int:
         low, high = (float(getattr(row, name)) / row.images for row in (below, above))
@@ -205,19 +164,24 @@ def _between(below: Row, above: Row, part: float) -> Row:
     return replace(above, right=mixed("right"), right5=mixed("right5"), agreeing=mixed("agreeing"), macs=macs)
 
 
-def commands(rows: Sequence[Row]) -> Table:
-    """The command that measures each row again."""
-    header = ["method", "setting", "key", "command"]
-    settings = [in_words(options_of(row.setting.config)) for row in rows]
-    cells = [[r.name, words, r.setting.key, r.command or NOTHING] for r, words in zip(rows, settings, strict=True)]
-    return Table(header, cells, words=[1, 3])
+def commands(rows: Sequence[ResultRow]) -> Table:
+    """List the command that measures each row again."""
+    cells = [
+        [row.name, in_words(options_of(row.setting.config)), row.setting.key, row.command or NOTHING] for row in rows
+    ]
+    return Table(["method", "setting", "key", "command"], cells, words=[1, 3])
 
 
-def share(row: Row) -> float:
-    """Multiply-accumulates in percent of the unpruned model's."""
+def share(row: ResultRow) -> float:
+    """Return multiply-accumulates in percent of the unpruned model's."""
     return 100 * row.macs / row.base_macs
 
 
+def or_nothing(value: float | None, form: str) -> str:
+    """Format a value, or return a dash where there is none."""
+    return NOTHING if value is None else form.format(value)
+
+
 def signed(value: float) -> str:
-    """Two decimals, and a proper minus sign."""
+    """Return two decimals, with a proper minus sign."""
     return f"{value:.2f}".replace("-", "−")  # noqa: RUF001 - a minus sign

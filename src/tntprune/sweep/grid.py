@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,14 @@ from tntprune.errors import UsageError
 from tntprune.methods import Combination, Config, find_method
 from tntprune.methods.text import config_from_text, options_from
 from tntprune.serialization.pretrained import PRETRAINED
+from tntprune.sweep.request import TrainedReducer
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 def of_methods(text: str, at: Sequence[str], rates: Sequence[str]) -> list[Config]:
-    """The settings of a method that needs no training.
+    """Return the settings of a method that needs no training.
 
     Args:
         text: "tome r=13", "evit", or several that share a model: "evit at=4 then tome at=7,10 r=10".
@@ -33,9 +35,8 @@ def of_methods(text: str, at: Sequence[str], rates: Sequence[str]) -> list[Confi
     if len(parts) > 1:
         return [Combination(parts=tuple(map(config_from_text, parts)))]
     name, *pairs = text.split() or [""]
-    kind = find_method(name)
-    own = list(_varied(pairs, set(kind.rivals), at, rates))
-    return [config_from_text(" ".join([name, *pairs, *more])) for more in _fitting(own, text)]
+    varied = _varied(text, pairs, find_method(name).rivals, at, rates)
+    return [config_from_text(" ".join([name, *pairs, *more])) for more in varied]
 
 
 def of_reducer(
@@ -56,49 +57,40 @@ def of_reducer(
         UsageError: see `of_methods`.
         UserError: there is no saved reduction.
     """
-    from tntprune.sweep.jobs import Saved
-
     found = re.fullmatch(r"(.*?)((?:\s+[\w-]+=\S+)*)", text.strip(), re.DOTALL)
     name, pairs = (found[1], found[2].split()) if found else (text, [])
     folder = PRETRAINED if name == PRETRAINED else Path(name)
-    saved = Saved(folder, model).config
+    saved = TrainedReducer(folder, model).config
     if isinstance(saved, Combination):
         saved.changed(**options_from(pairs, str(folder)))
         return folder, [None]
-    own = list(_varied(pairs, set(saved.rivals), at, rates))
     return folder, [
         saved.changed(**options_from([*pairs, *more], str(folder))) if pairs or more else None
-        for more in _fitting(own, text)
+        for more in _varied(text, pairs, saved.rivals, at, rates)
     ]
 
 
-def _varied(pairs: Sequence[str], rivals: set[str], at: Sequence[str], rates: Sequence[str]) -> Iterator[list[str]]:
-    """What is added to the options of a method: each location with each rate."""
+def _varied(
+    text: str, pairs: Sequence[str], rivals: Iterable[str], at: Sequence[str], rates: Sequence[str]
+) -> list[list[str]]:
+    """Return what is added to the options of a method: each location with each rate, or list of as many rates."""
     given = {pair.partition("=")[0].replace("-", "_") for pair in pairs}
-    for place in [""] if "at" in given or not at else at:
-        for rate in [""] if rivals & given or not rates else rates:
-            yield [*([f"at={place}"] if place else []), *([f"keep={rate}"] if rate else [])]
-
-
-def _fitting(varied: list[list[str]], text: str) -> list[list[str]]:
-    """Those in which there are as many rates as locations, or one for all of them."""
-    found = [words for words in varied if not _uneven(words)]
+    places = [f"at={place}" for place in at if "at" not in given] or [""]
+    shares = [f"keep={rate}" for rate in rates if not given.intersection(rivals)] or [""]
+    found = [
+        [word for word in (place, share) if word]
+        for place, share in product(places, shares)
+        if not (place and share) or share.count(",") in (0, place.count(","))
+    ]
     if not found:
         raise UsageError(
-            f"{text}: no rates for so many locations ({' '.join(varied[0])}); expected one rate, or one for each"
+            f"{text}: no rates for so many locations ({places[0]} {shares[0]}); expected one rate, or one for each"
         )
     return found
 
 
-def _uneven(words: Sequence[str]) -> bool:
-    if len(words) < 2:
-        return False
-    locations, rates = (len(word.split(",")) for word in words)
-    return rates not in (1, locations)
-
-
 def by_model(texts: Sequence[str], models: Sequence[str], what: str) -> list[tuple[str, str]]:
-    """Files or folders and the models that they are for: "NAME=FILE", or "FILE" for the only model.
+    """Pair files or folders with the models that they are for: "NAME=FILE", or "FILE" for the only model.
 
     Raises:
         UsageError: there are several models and no name.

@@ -61,6 +61,10 @@ def accuracy(
     unpruned = Tally(base)
     counted = [Counted(unpruned if model is base else Tally(model)) for model in models]
     bad: list[str] = []
+
+    def count(tally: Tally) -> torch.Tensor:
+        return tally.count(images, tally.model(images), labels)
+
     for batch in batches:
         bad += batch.bad
         if batch.bad and on_bad_image == "error":
@@ -69,18 +73,14 @@ def accuracy(
             images = batch.images.to(device, non_blocking=True)
             labels = batch.labels.to(device, non_blocking=True)
             with autocast(device, precision):
-                guesses = _count(unpruned, images, labels)
+                guesses = count(unpruned)
                 for one in counted:
-                    own = guesses if one.tally is unpruned else _count(one.tally, images, labels)
+                    own = guesses if one.tally is unpruned else count(one.tally)
                     one.agreeing += int((own == guesses).sum())
         seen(len(batch.labels) + len(batch.bad))
     if unpruned.images == 0:
         raise UserError(f"no image could be read, {len(bad)} were skipped; expected at least one")
     return counted, bad
-
-
-def _count(tally: Tally, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return tally.count(images, tally.model(images), labels)
 
 
 class Speed(NamedTuple):
@@ -117,21 +117,20 @@ def speeds(
         with autocast(images.device, precision):
             model(images)
 
-    others = [model for model in models if model is not base]
-    calls = [partial(run, model) for model in (base, *others)]
+    timed = [base, *(model for model in models if model is not base)]
+    calls = [partial(run, model) for model in timed]
     peaks = [peak_memory(call, images.device) for call in calls]
     watch = Watch()
     with watch.on():
         times = in_turns(calls, rounds, images.device, progress=False)
     busy = watch.others()
-    first = times[0].all
     found = {
         id(model): Speed(
             images_per_s=1000 * len(images) / spent.median,
-            speedup=median(unpruned / own for unpruned, own in zip(first, spent.all, strict=True)),
+            speedup=median(unpruned / own for unpruned, own in zip(times[0].all, spent.all, strict=True)),
             peak_mib=None if peak is None else peak / 2**20,
             busy=busy,
         )
-        for model, spent, peak in zip((base, *others), times, peaks, strict=True)
+        for model, spent, peak in zip(timed, times, peaks, strict=True)
     }
     return [found[id(model)] for model in models]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 
@@ -38,12 +38,11 @@ class Setting:
     @property
     def key(self) -> str:
         """What tells it from all others, in 16 digits."""
-        text = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One measured setting.
 
     Args:
@@ -108,13 +107,13 @@ class Row:
         return found
 
     def to_json(self) -> str:
-        """One line, with the setting's key first and the percentages for those who read it as it is."""
+        """Return one line, with the setting's key first and the percentages for those who read it as it is."""
         shown = {"top1": round(self.top1, 3), "top5": round(self.top5, 3), "agreement": round(self.agreement, 3)}
         return json.dumps({"key": self.setting.key, **shown, **asdict(self)})
 
     @classmethod
-    def from_json(cls, line: str) -> Row:
-        """The row of a line.
+    def from_json(cls, line: str) -> ResultRow:
+        """Read the row of a line.
 
         Raises:
             ValueError: the line is not of a row.
@@ -130,68 +129,46 @@ class Row:
         return replace(found, setting=replace(found.setting, img_size=size and (size[0], size[1])))
 
 
-def _check(row: Row) -> None:
+def _check(row: ResultRow) -> None:
     """Refuse a row with values that no measurement has.
 
     Raises:
         ValueError: naming the field, what it holds and what was expected.
     """
-    setting = row.setting
-    expected: list[tuple[str, Any, Callable[[Any], bool], str]] = [
-        *((name, getattr(row, name), _text, "text") for name in ("name", "scheme", "command")),
-        *((name, getattr(setting, name), _text, "text") for name in ("model", "weights", "data", "precision")),
-        *((name, getattr(row, name), _count, "a whole number") for name in ("skipped", "right", "right5", "agreeing")),
-        *((name, getattr(row, name), _positive, "a whole number above 0") for name in ("images", "macs", "base_macs")),
-        *((name, getattr(setting, name), _positive, "a whole number above 0") for name in ("images", "batch_size")),
-        *(
-            (name, getattr(row, name), lambda value: value is None or _amount(value), "a number or null")
-            for name in ("images_per_s", "speedup", "peak_mib", "busy")
-        ),
-        ("reducer", setting.reducer, lambda value: value is None or _text(value), "text or null"),
-        ("tokens", row.tokens, lambda value: _list_of(value, _amount), "a list of numbers"),
-        ("img_size", setting.img_size, _size, "two whole numbers or null"),
-        ("config", setting.config, lambda value: value is None or _config(value), "a method's options or null"),
-        ("about", row.about, _about, "an object with text for hardware, versions and date"),
-    ]
-    for name, value, right, words in expected:
-        if not right(value):
-            raise ValueError(f"{name} is {_short(value)}; expected {words}")
+    for part in (row.setting, row):
+        for entry in fields(part):
+            value = getattr(part, entry.name)
+            right, words = EXPECTED.get(entry.name) or EXPECTED[str(entry.type)]
+            if not right(value):
+                text = json.dumps(value)
+                raise ValueError(f"{entry.name} is {text if len(text) <= 40 else f'{text[:40]}...'}; expected {words}")
     for name in ("right", "right5", "agreeing"):
         if getattr(row, name) > row.images:
             raise ValueError(f"{name} is {getattr(row, name)} of {row.images} images; expected at most that many")
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
 def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return isinstance(value, int) and _amount(value)
 
 
 def _positive(value: Any) -> bool:
     return _count(value) and value > 0
 
 
-def _amount(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
 def _list_of(value: Any, right: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(map(right, value))
 
 
-def _size(value: Any) -> bool:
-    return value is None or (_list_of(value, _positive) and len(value) == 2)
-
-
 def _config(value: Any) -> bool:
-    """Whether a report can read it; the options of methods that it does not know are none of its business."""
+    """Return whether a report can read it; the options of methods that it does not know are none of its business."""
     if not isinstance(value, dict) or not isinstance(value.get("method", ""), str):
         return False
     at, parts = value.get("at"), value.get("parts", [])
@@ -199,13 +176,28 @@ def _config(value: Any) -> bool:
 
 
 def _about(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    words = all(isinstance(value.get(name, ""), str) for name in ("hardware", "date"))
-    versions, seconds = value.get("versions", ""), value.get("seconds", 0)
     return (
-        words
-        and isinstance(versions, str | dict)
-        and _amount(seconds)
+        isinstance(value, dict)
+        and all(_text(value.get(name, "")) for name in ("hardware", "date"))
+        and isinstance(value.get("versions", ""), str | dict)
+        and _amount(value.get("seconds", 0))
         and ("speed" not in value or _about(value["speed"]))
     )
+
+
+# what a field can hold, and words for it, by its name or its type
+EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("images", "macs", "base_macs", "batch_size"), (_positive, "a whole number above 0")),
+    "setting": (lambda value: True, "an object"),
+    "str": (_text, "text"),
+    "str | None": (lambda value: value is None or _text(value), "text or null"),
+    "int": (_count, "a whole number"),
+    "float | None": (lambda value: value is None or _amount(value), "a number or null"),
+    "list[float]": (lambda value: _list_of(value, _amount), "a list of numbers"),
+    "tuple[int, int] | None": (
+        lambda value: value is None or (_list_of(value, _positive) and len(value) == 2),
+        "two whole numbers or null",
+    ),
+    "dict[str, Any] | None": (lambda value: value is None or _config(value), "a method's options or null"),
+    "dict[str, Any]": (_about, "an object with text for hardware, versions and date"),
+}

@@ -11,7 +11,7 @@ from torch import nn
 from tntprune.data.folders import Photo, class_index, labelled_photos
 from tntprune.data.photo import some_of
 from tntprune.errors import UserError
-from tntprune.sweep.jobs import digest
+from tntprune.sweep.request import digest
 
 
 class Listing:
@@ -28,32 +28,30 @@ class Listing:
 
     def __init__(self, folder: Path, model: nn.Module, limit: int | None = None) -> None:
         self.folder = folder
-        self._read: dict[Path, bytes] = {}  # contents by path
+        self._read: dict[Path, bytes] = {}  # SHA-256 of contents
         paths = [photo.path for photo in labelled_photos(folder, model)]
-        self.classes = sorted({self._below(path)[0] for path in paths})
+        self.classes = sorted({path.relative_to(folder).parts[0] for path in paths})
         self.paths = [paths[place] for place in some_of(len(paths), limit)]
 
     def photos(self, model: nn.Module) -> list[Photo]:
-        """Them, with class indices of a model."""
+        """Return them with class indices of a model."""
         index = class_index(self.classes, model, self.folder)
-        return [Photo(path, index[self._below(path)[0]]) for path in self.paths]
+        return [Photo(path, index[path.relative_to(self.folder).parts[0]]) for path in self.paths]
 
     def digest(self, photos: list[Photo]) -> str:
-        """SHA-256 of their paths below the folder, in order, with their labels and contents."""
+        """Return the SHA-256 of their paths below the folder, in order, with their labels and contents."""
         found = hashlib.sha256()
         for photo in photos:
-            found.update(os.fsencode("/".join(self._below(photo.path))) + b"\0%d\0" % photo.label)
+            name = "/".join(photo.path.relative_to(self.folder).parts)
+            found.update(os.fsencode(name) + b"\0%d\0" % photo.label)
             found.update(self._content(photo.path))
         return found.hexdigest()
 
     def _content(self, path: Path) -> bytes:
-        """SHA-256 of a file, read once for all models; of one that cannot be read, nothing."""
+        """Return the SHA-256 of a file, read once for all models; of one that cannot be read, nothing."""
         if path not in self._read:
             try:
                 self._read[path] = digest(path).encode() if path.is_file() else b""
             except UserError:  # what is done with such a photo is decided when it is measured
                 self._read[path] = b""
         return self._read[path]
-
-    def _below(self, path: Path) -> tuple[str, ...]:
-        return path.relative_to(self.folder).parts

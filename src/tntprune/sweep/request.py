@@ -26,8 +26,8 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Job:
-    """One setting.
+class SweepRequest:
+    """One setting that is asked for.
 
     Args:
         model: The name that our commands take.
@@ -46,7 +46,7 @@ class Job:
 
 
 def name_of(config: Config | None, tuned: bool = False) -> str:
-    """How tables call a setting that has no name of its own.
+    """Return what tables call a setting that has no name of its own.
 
     Args:
         config: What removes tokens, or None.
@@ -54,25 +54,24 @@ def name_of(config: Config | None, tuned: bool = False) -> str:
     """
     if config is None:
         return "unpruned"
+    if tuned:
+        return f"{name_of(config)}, fine-tuned"
     if isinstance(config, Combination):
-        return " then ".join(name_of(part) for part in config.parts) + (", fine-tuned" if tuned else "")
-    words = [NAMES.get(config.method, config.method)]
-    if getattr(config, "recipe", "") == "paper":
-        words.append("paper's recipe")
-    if getattr(config, "scorer", "") == "mlp":
-        words.append("MLP")
-    return ", ".join([*words, *(["fine-tuned"] if tuned else [])])
+        return " then ".join(map(name_of, config.parts))
+    recipe = ", paper's recipe" if getattr(config, "recipe", "") == "paper" else ""
+    scorer = ", MLP" if getattr(config, "scorer", "") == "mlp" else ""
+    return NAMES.get(config.method, config.method) + recipe + scorer
 
 
 def scheme_of(config: Config | None, depth: int) -> str:
-    """Whether tokens go nowhere, at one location, or at several."""
+    """Return "unpruned", "single" or "multi": whether tokens go nowhere, at one location, or at several."""
     if config is None:
         return "unpruned"
     parts = config.parts if isinstance(config, Combination) else (config,)
     return "single" if sum(len(part.blocks(depth)) for part in parts) == 1 else "multi"
 
 
-class Saved:
+class TrainedReducer:
     """A saved reduction, read once.
 
     Args:
@@ -99,27 +98,20 @@ class Saved:
         return digest(*filter(None, (self.path, self.weights)))
 
     def changes(self, config: Config | None) -> dict[str, Any]:
-        """The options of a config that a saved reduction can be given: all but those that were learned.
+        """Return the options of a config that a saved reduction can be given: all but those that were learned.
 
         Raises:
             UsageError: the config is of another method.
         """
-        if config is None:
-            return {}
-        if config.method != self.config.method:
+        if config is not None and config.method != self.config.method:
             raise UsageError(
                 f"{self.given} holds {self.config.method}, given the options of {config.method}; expected those of "
                 "the same method"
             )
-        if isinstance(config, Combination):
+        if config is None or isinstance(config, Combination):
             return {}
         own = options(type(config))
         return {name: getattr(config, name) for name, entry in own.items() if not entry.metadata["learned"]}
-
-    def with_(self, config: Config | None) -> Config:
-        """What is run: the saved config, with the options of another one."""
-        changed: Config = self.config.changed(**self.changes(config))
-        return changed
 
     def check(self, shape: nn.Module) -> None:
         """Refuse a reduction that was made for another model.
@@ -134,34 +126,26 @@ class Saved:
             warnings.simplefilter("ignore", UserWarning)  # nothing can be put into a model without weights
             load_(twin_of(shape), self.source)
 
-    def fits(self, method: nn.Module) -> None:
-        """Refuse locations for which nothing was learned.
 
-        Raises:
-            UserError: there are such.
-        """
-        if missing := missing_in(self.tensors, method.state_dict()):
-            raise UserError(f"{self.path}: {missing}")
-
-
-def shaped(shape: nn.Module, config: Config | None, saved: Saved | None) -> nn.Module:
-    """What a setting is to be, on a model without weights: for what it costs, and to refuse what cannot be.
+def shaped(shape: nn.Module, config: Config | None, saved: TrainedReducer | None) -> nn.Module:
+    """Put a setting on a model without weights: for what it costs, and to refuse what cannot be.
 
     Raises:
-        UserError: the model cannot take it, or it has to be trained first.
+        UserError: the model cannot take it, it has to be trained first, or nothing was learned for its locations.
     """
     if config is None:
         return twin_of(shape)
-    if saved is None and (untrained := _untrained(config)):
-        raise UserError(f"{untrained} has to be trained first; expected a reducer, made by tntprune train")
+    parts = config.parts if isinstance(config, Combination) else (config,)
+    if saved is None and (untrained := [part.method for part in parts if part.must_train]):
+        raise UserError(f"{untrained[0]} has to be trained first; expected a reducer, made by tntprune train")
     reduced = reduce_(twin_of(shape), config)
-    if saved is not None:
-        saved.fits(reduction_of(reduced))
+    if saved is not None and (missing := missing_in(saved.tensors, reduction_of(reduced).state_dict())):
+        raise UserError(f"{saved.path}: {missing}")
     return reduced
 
 
-def built(model: nn.Module, host: nn.Module, config: Config | None, saved: Saved | None) -> nn.Module:
-    """The model of a setting, which shares the weights of the model that it is put on.
+def built(model: nn.Module, host: nn.Module, config: Config | None, saved: TrainedReducer | None) -> nn.Module:
+    """Return the model of a setting, which shares the weights of the model that it is put on.
 
     Args:
         model: The unpruned model.
@@ -174,13 +158,8 @@ def built(model: nn.Module, host: nn.Module, config: Config | None, saved: Saved
     return model if config is None else reduce_(twin_of(model), config)
 
 
-def _untrained(config: Config) -> str | None:
-    parts = config.parts if isinstance(config, Combination) else (config,)
-    return next((part.method for part in parts if part.must_train), None)
-
-
 def digest(*files: Path) -> str:
-    """SHA-256 of files, one after another.
+    """Return the SHA-256 of files, one after another.
 
     Raises:
         UserError: one cannot be read.
