@@ -25,10 +25,10 @@ from tntprune.analysis.evaluate import evaluate
 from tntprune.analysis.macs import macs
 from tntprune.backbones.models import load_model, shape_of
 from tntprune.cli.main import main
-from tntprune.cli.options import config_from_text
 from tntprune.data.folders import labelled_photos
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import ATS, TNT, AViT, Combination, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, to_dict
+from tntprune.methods.text import config_from_text
 from tntprune.reduce import reduce_
 from tntprune.serialization.checkpoint import save
 from tntprune.sweep import SweepRequest, carry_out, plan_sweep

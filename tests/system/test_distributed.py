@@ -191,10 +191,10 @@ def test_another_number_of_processes_goes_on(tmp_path):
 def test_parts_are_shared_evenly_or_refused():
     model = reduce_(make("plain"), CONFIGS["tnt"])
     with pytest.raises(UsageError, match="micro_batches=3: expected a multiple of the 2 processes"):
-        Trainer(model, Training(batch_size=9, parts=3), 1, World(0, 2))
+        Trainer(model, Training(batch_size=9, micro_batches=3), 1, World(0, 2))
     with pytest.raises(UsageError, match="micro_batches=3: batch_size=8 is no multiple of it"):
-        Training(batch_size=8, parts=3)
-    share = Trainer(model, Training(batch_size=12, parts=6), 1, World(1, 3)).share
+        Training(batch_size=8, micro_batches=3)
+    share = Trainer(model, Training(batch_size=12, micro_batches=6), 1, World(1, 3)).share
     assert share == (6, (1, 4))
 
 

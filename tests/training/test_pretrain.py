@@ -10,7 +10,6 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from tntprune.cli.training_flags import FLAGS, SCRATCH
 
 from several import together
 from tntprune.backbones.attach import base_of, is_reduced
@@ -147,18 +146,6 @@ def test_the_recipe_is_deits_and_its_rates_go_with_the_batch():
     assert training.warmup * training.epochs == pytest.approx(5) and scratch().augmentation.repeats == 3
     half = changed(scratch(), {"batch_size": 512}).training
     assert (half.lr, half.backbone_lr) == (5e-4,) * 2
-
-
-def test_the_flags_tell_the_recipe():
-    recipe = scratch()
-    told = {**vars(recipe.training), **vars(recipe.augmentation)}
-    for name, text in SCRATCH.items():
-        numerator, *rest = text.split(" ")[0].split("/")
-        if isinstance(told[name], str):
-            assert told[name] == text
-        else:
-            assert told[name] == pytest.approx(float(numerator) / float(*rest or [1]))
-    assert set(SCRATCH) <= set(FLAGS)
 
 
 def test_a_rate_that_is_given_is_the_models(photos, tmp_path):

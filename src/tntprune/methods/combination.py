@@ -33,6 +33,7 @@ class Combination(Config):
 
     everywhere = True
     method = "combination"
+    title = "combination"
 
     at: None = option(None, "")
     parts: Sequence[Config] = option((), "the reductions")

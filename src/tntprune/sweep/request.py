@@ -19,11 +19,6 @@ from tntprune.reduce import reduce_
 from tntprune.serialization.checkpoint import load_, read
 from tntprune.serialization.pretrained import PRETRAINED
 
-NAMES = {
-    "tnt": "TNT", "random": "random drop", "topk": "Top-K", "evit": "EViT", "dynamicvit": "DynamicViT",
-    "tome": "ToMe", "zerotprune": "Zero-TPrune", "ats": "ATS", "avit": "A-ViT", "evovit": "Evo-ViT",
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class SweepRequest:
@@ -60,7 +55,7 @@ def name_of(config: Config | None, tuned: bool = False) -> str:
         return " then ".join(map(name_of, config.parts))
     recipe = ", paper's recipe" if getattr(config, "recipe", "") == "paper" else ""
     scorer = ", MLP" if getattr(config, "scorer", "") == "mlp" else ""
-    return NAMES.get(config.method, config.method) + recipe + scorer
+    return config.title + recipe + scorer
 
 
 def scheme_of(config: Config | None, depth: int) -> str:
