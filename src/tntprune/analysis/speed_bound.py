@@ -65,7 +65,7 @@ class Scattered(Beside):
 
 
 def beside(model: Model, kind: type[Beside]) -> Model:
-    """A second model that shares every weight with a reduced one and leaves as many tokens at the same places.
+    """Return a second model that shares every weight with a reduced one and leaves as many tokens at the same places.
 
     Args:
         model: A reduced model.

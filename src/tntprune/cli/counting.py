@@ -44,7 +44,7 @@ def macs(
     img_size: ImgSize = None,
     json: Json = False,
 ) -> int:
-    """Multiply-accumulates of a model, block by block, in closed form. Runs nothing, and needs no weights."""
+    """Count the multiply-accumulates of a model, block by block, in closed form. Runs nothing, and needs no weights."""
     from dataclasses import asdict
 
     from tntprune.analysis.macs import macs as count

@@ -15,7 +15,7 @@ def demo(
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
-    """The whole job on an embedded default, without a download: train, drop, measure, and a report."""
+    """Run the whole job on an embedded default, without a download: train, drop, measure, and write a report."""
     from dataclasses import asdict
 
     from tntprune.demo.demo import demo as run

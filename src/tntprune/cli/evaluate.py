@@ -45,7 +45,7 @@ def evaluate(
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
-    """Top-1, top-5, agreement with the unpruned model, MACs and images/s.
+    """Measure top-1, top-5, agreement with the unpruned model, MACs and images/s.
 
     Photos that lie in the folder itself have no labels, and give no top-1 and top-5. A model without classes gives the
     mean cosine of its embeddings to those of the unpruned model instead.

@@ -56,7 +56,7 @@ def paper(
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
-    """Every table and figure of the paper, beside what its authors reported.
+    """Run every table and figure of the paper, beside what its authors reported.
 
     Trains what learns, evaluates every setting, and writes results.jsonl, report.html and paper.md. What was done is
     not done again: run the same command to continue.

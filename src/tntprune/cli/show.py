@@ -23,7 +23,7 @@ def show(
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
-    """A sheet: each photo, and for each pruning block its kept tokens in clear and the dropped ones under stripes.
+    """Draw a sheet: each photo, and per pruning block its kept tokens in clear and dropped ones under stripes.
 
     Tokens that were merged into another one are under faint stripes. A fused or representative token has no place to
     show.

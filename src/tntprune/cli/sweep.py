@@ -112,7 +112,7 @@ def _jobs(
     models: Sequence[str], methods: Sequence[str], reducers: Sequence[str], at: Sequence[str], rates: Sequence[str],
     img_size: tuple[int, int] | None,
 ) -> list[SweepRequest]:  # fmt: skip
-    """Every model with every method, at every location and rate."""
+    """Measure every model with every method, at every location and rate."""
     from tntprune.backbones.models import shape_of
     from tntprune.sweep import SweepRequest
     from tntprune.sweep.grid import by_model, of_methods, of_reducer

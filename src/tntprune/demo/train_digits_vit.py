@@ -19,7 +19,7 @@ from tntprune.demo.digits import cluttered_digits, normalise, scans, scatter
 
 @torch.inference_mode()
 def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, batch: int = 250) -> float:
-    """Top-1 in percent."""
+    """Return the top-1 accuracy in percent."""
     right = sum(
         int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(batch), labels.split(batch), strict=True)
     )

@@ -56,7 +56,7 @@ def plot(path: Path, rows: Sequence[Row], points: Sequence[Point], title: str, s
 
 
 def _speedups(axis: Any, rows: Sequence[Row]) -> None:
-    """The nearer a mark to the line, the more of the saved work is saved time."""
+    """Plot speed-ups: the nearer a mark to the line, the more of the saved work is saved time."""
     names = list(dict.fromkeys(row.method for row in rows if row.method not in SHAPES))
     backends = list(dict.fromkeys(row.backend for row in rows))
     most = 1.0
