@@ -18,10 +18,10 @@ from tqdm import tqdm
 from stamps import written
 from tntprune import TNT, Random, ToMe
 from tntprune.backbones.models import random_model
+from tntprune.bench.benchmark import bench
 from tntprune.bench.candidates import described
-from tntprune.bench.measure import bench
 from tntprune.methods import Config
-from tntprune.search.latency import measure_latency
+from tntprune.search.timing import measure_latency
 from tntprune.system.environment import stamp
 from tntprune.system.storage import write
 

@@ -98,14 +98,14 @@ def cost(model: nn.Module, config: Config, images: torch.Tensor, rounds: int) ->
     """Measure one method."""
     reduce_(model, config)
     method = reduction_of(model)
-    oracle = beside(model, Slicing)
+    bound = beside(model, Slicing)
     keep_memory(images.device)
     shares, totals, ratios = [], [], []
     for number in range(rounds + 2):  # two to warm up
         seconds = {}
         for name in ("own", "slicing") if number % 2 else ("slicing", "own"):
             begin = time.perf_counter()
-            (model if name == "own" else oracle)(images)
+            (model if name == "own" else bound)(images)
             seconds[name] = time.perf_counter() - begin
         with clocked(method) as spent:
             begin = time.perf_counter()

@@ -30,9 +30,9 @@ from tntprune import TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, Us
 from tntprune.backbones.attach import base_of, reduction_of
 from tntprune.backbones.base import find_backbone
 from tntprune.bench.backends import difference, first_run, prepared
-from tntprune.bench.latency_curve import Point, latency_curve
-from tntprune.bench.measure import bench
-from tntprune.bench.rows import Row
+from tntprune.bench.benchmark import bench
+from tntprune.bench.latency_curve import CurvePoint, latency_curve
+from tntprune.bench.rows import BenchRow
 from tntprune.methods import Config
 from tntprune.report.bench_plot import plot
 from tntprune.system.environment import stamp
@@ -42,7 +42,7 @@ from tntprune.training.trainer import Trainer, learning
 
 MODEL = "deit_small_distilled_patch16_224"
 CONFIG = TNT(at=3, keep=0.5, similar=25)
-ORACLE = {1: 0.95, 8: 0.97, 32: 0.97}  # how near the oracle TNT is to be, by batch size
+BOUND = {1: 0.95, 8: 0.97, 32: 0.97}  # how near the bound TNT is to be, by batch size
 MACS = 0.95  # how much of the saved work is to be saved time, at batches of 8 and 32
 SAME = 1e-5  # what a compiled model's output may differ by
 STEP = 2.0  # times as fast as a plain loop
@@ -69,7 +69,7 @@ def speed(rounds: int) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     others = 0.0
     for dtype in ("fp32", "bf16"):
-        for batch in ORACLE:
+        for batch in BOUND:
             found = bench(
                 model, [CONFIG], batch_sizes=(batch,), dtypes=(dtype,), backends=("eager", "compile"), rounds=rounds
             )
@@ -231,26 +231,26 @@ def main(out: Path = Path("runs/performance"), rounds: int = 30, page: Path = Pa
         if not file.exists():
             write(file, json.dumps({"stamp": stamp(), **measured()}).encode())
         known[name] = json.loads(file.read_text())
-    rows = [Row(**{**row, "rounds_ms": tuple(row["rounds_ms"])}) for row in known["speed"]["rows"]]
-    points = [Point(**point) for point in known["curve"]["points"]]
+    rows = [BenchRow.read(row) for row in known["speed"]["rows"]]
+    points = [CurvePoint(**point) for point in known["curve"]["points"]]
     plot(page.parent / "latency.png", rows, points, MODEL, known["speed"]["stamp"])
     write(page, PAGE.format(**told(known, rows)).encode())
     written(page)
 
 
-def told(known: dict[str, Any], rows: list[Row]) -> dict[str, str]:
+def told(known: dict[str, Any], rows: list[BenchRow]) -> dict[str, str]:
     """What the page says, from the parts."""
     table = []
     for row in rows:
-        limit = {"oracle": "the limit"}.get(row.method, "")
+        limit = {"bound": "the limit"}.get(row.method, "")
         if row.method == "tnt":
-            limit = f"oracle {_verdict((row.oracle_ratio or 0) >= ORACLE[row.batch])}"
+            limit = f"bound {_verdict((row.bound_ratio or 0) >= BOUND[row.batch])}"
             if row.batch > 1 and row.backend == "compile":  # the faster of the two
                 limit += f", MAC ratio {_verdict((row.speedup or 0) >= MACS * row.mac_ratio)}"
-        oracle = "" if row.oracle_ratio is None else f"{row.oracle_ratio:.3f}"
+        bound = "" if row.bound_ratio is None else f"{row.bound_ratio:.3f}"
         table.append(
             f"| {row.dtype} | {row.batch} | {row.backend} | {row.method} | {row.median_ms:.1f} | {row.p10_ms:.1f} | "
-            f"{row.p90_ms:.1f} | {row.speedup:.2f} | {oracle} | {limit} |"
+            f"{row.p90_ms:.1f} | {row.speedup:.2f} | {bound} | {limit} |"
         )
     steps = [
         f"| {step['recipe']} | {'bf16 autocast' if step['amp'] == 'bf16' else 'fp32'} | {step['plain']:.2f} | "

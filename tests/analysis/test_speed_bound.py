@@ -35,7 +35,7 @@ def test_as_many_tokens_at_the_same_places_and_nothing_else(kind, how):
         assert sum(tntprune.macs(twin).reduction.values()) == 0
 
 
-def test_the_oracle_keeps_the_first_and_shares_every_weight():
+def test_the_bound_keeps_the_first_and_shares_every_weight():
     model = reduce_(make("distilled"), TNT(at=2, keep=0.5))
     twin = beside(model, Slicing)
     with torch.inference_mode(), tntprune.record(twin) as trace:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
-import tntprune
 from conftest import SMALL, make, photos_for
 from tntprune import (
     ATS,
@@ -30,19 +29,19 @@ from tntprune import (
     record,
     reduce_,
 )
-from tntprune.backbones.attach import is_reduced, reduction_of
+from tntprune.backbones.attach import is_reduced, reduction_of, twin_of
 from tntprune.methods import Combination
 from tntprune.report.search_plot import draw_front
 from tntprune.search.budget import budget
-from tntprune.search.doubts import doubts
+from tntprune.search.budget_search import BudgetSearch
 from tntprune.search.find_plan import find_plan
+from tntprune.search.found import doubts
 from tntprune.search.interval import least_photos, of_difference, of_mean, wilson
-from tntprune.search.job import Job
 from tntprune.search.judge import BATCH, Answers, Judge
-from tntprune.search.points import Point, front, rank_correlation
-from tntprune.search.scout import Clock, Scout, Tried
+from tntprune.search.scout import Deadline, Scout, Tried
 from tntprune.search.shapes import Shape, family, fit, moved, simple
 from tntprune.search.space import Space
+from tntprune.search.verified import Verified, front, rank_correlation
 from tntprune.serialization.plan import write_plan
 
 METHODS = [
@@ -88,7 +87,7 @@ def test_as_many_tokens_are_left_as_were_asked_for(method):
     wanted = [50 - 7 * number for number in range(len(space.blocks))]
     model = space.put(space.config(wanted))
     steps = reduction_of(model).steps(64)
-    assert {place.block: step.leaving for place, step in steps.items() if place.block in space.blocks} == dict(
+    assert {step.place.block: step.leaving for step in steps if step.place.block in space.blocks} == dict(
         zip(space.blocks, wanted)
     )
     with torch.inference_mode(), record(model):
@@ -98,7 +97,7 @@ def test_as_many_tokens_are_left_as_were_asked_for(method):
 def test_where_similar_tokens_go_beyond_what_is_asked_for_no_more_is_asked_for_than_arrives():
     space = Space(make("plain"), ZeroTPrune())
     config = space.config([50, 43, 36, 29, 22])
-    assert [step.leaving for step in reduction_of(space.put(config)).steps(64).values()] == [50, 36, 22]
+    assert [step.leaving for step in reduction_of(space.put(config)).steps(64)] == [50, 36, 22]
 
 
 def test_only_what_has_a_fixed_number_of_tokens_can_be_searched():
@@ -141,11 +140,8 @@ def test_shapes_use_a_budget_up_and_never_go_beyond_it(large, share):
     for schedule in met:
         assert limit * 0.996 < schedule.cost <= limit, schedule
         assert all(a >= b for a, b in pairwise(schedule.left))
-        assert schedule.cost == macs(reduce_(make_like(large), schedule.config)).macs
-
-
-def make_like(model: torch.nn.Module) -> torch.nn.Module:
-    return tntprune.reduce.twin_of(model)
+    for schedule in met[::5]:
+        assert schedule.cost == macs(reduce_(twin_of(large), schedule.config)).macs
 
 
 def test_a_budget_that_a_shape_cannot_meet_gives_none(large):
@@ -270,7 +266,7 @@ class Rigged:
 def test_the_search_comes_near_a_known_optimum_and_beats_uniform(large):
     space = Space(large, Random(), blocks=range(1, 12))
     rigged, limit = Rigged(space), 0.7 * space.base_macs
-    scout = Scout(space, rigged, rigged, space.macs, 0, Clock(1000), Bar())
+    scout = Scout(space, rigged, rigged, space.macs, 0, Deadline(1000), Bar(), {})
     best = scout.improve(scout.rounds(scout.fitted(family(space), limit))[0], limit, 100)
     uniform = min(one.distance() for shape in simple(space) for one in ask_all(scout, shape, limit))
     rng = random.Random(5)
@@ -295,11 +291,18 @@ def small_search(model, **more):
     return find_plan(model, photos_for(model, 40), **given)
 
 
-def test_a_search_gives_a_plan_that_meets_its_budget(tmp_path):
+@pytest.fixture(scope="module")
+def found():
+    """The result of a small search."""
     model = make("plain")
     before = model(photos_for(model))
-    found = small_search(model)
+    result = small_search(model)
     assert not is_reduced(model) and torch.equal(model(photos_for(model)), before)
+    return result
+
+
+def test_a_search_gives_a_plan_that_meets_its_budget(found, tmp_path):
+    model = make("plain")
     limit = 0.6 * macs(model).macs
     assert found.chosen.macs <= limit and found.complete and found.photos == (20, 20)
     assert found.plan.predicted["macs"] == found.chosen.macs == macs(reduce_(make("plain"), found.plan.config)).macs
@@ -320,8 +323,9 @@ def test_a_search_gives_a_plan_that_meets_its_budget(tmp_path):
 
 
 def test_the_same_seed_gives_the_same_plan():
-    one, again, other = small_search(make("plain")), small_search(make("plain")), small_search(make("plain"), seed=3)
-    assert one.plan == again.plan or one.to_dict()["front"] == again.to_dict()["front"]
+    few = {"blocks": (1, 2), "moves": 2, "macs": 0.8}
+    one, again, other = (small_search(make("plain"), seed=seed, **few) for seed in (0, 0, 3))
+    assert one.to_dict()["front"] == again.to_dict()["front"] and one.chosen == again.chosen
     assert one.plan.predicted != other.plan.predicted
 
 
@@ -329,18 +333,18 @@ def test_the_photos_that_verify_are_not_those_that_were_searched_on():
     model = make("plain")
     same = photos_for(model, 1).expand(20, -1, -1, -1)
     images = torch.cat([same, photos_for(model, 20, seed=5)])
-    found = find_plan(model, images, method=Random(), macs=0.6, moves=0, photos=40, progress=False)
+    found = find_plan(model, images, method=Random(), macs=0.8, moves=0, photos=40, blocks=(2, 3), progress=False)
     assert found.chosen.searched["kl"] != found.chosen.held_out["kl"]
 
 
 def test_a_method_that_learns_is_trained_first_or_brings_what_it_learned(monkeypatch):
-    monkeypatch.setattr("tntprune.training.config.STEPS", 5)
+    monkeypatch.setattr("tntprune.training.config.STEPS", 2)
     model = make("plain")
-    found = small_search(model, method=TNT(), macs=0.7)
+    found = small_search(model, method=TNT(), macs=0.7, moves=1, blocks=(1, 2, 3))
     assert found.plan.learned
     trained = reduce_(make("plain"), TNT(at=(1, 3), tokens=(40, 20), noise_blocks=(1, 3, 5)))
     own = {name: value.clone() for name, value in reduction_of(trained).state_dict().items()}
-    found = small_search(trained, method=None, macs=0.7)
+    found = small_search(trained, method=None, macs=0.7, moves=1)
     assert set(found.chosen.config.at) <= {1, 3, 5}
     assert all(torch.equal(found.plan.learned[name], own[name]) for name in found.plan.learned)
     assert reduction_of(trained).config.at == (1, 3)
@@ -358,7 +362,7 @@ def test_ctrl_c_verifies_what_is_best_so_far(monkeypatch, budget):
     begun, before = Scout.told, signal.getsignal(signal.SIGINT)
 
     def told(self, best):
-        if not self.clock.stops:
+        if not self.deadline.stops:
             signal.raise_signal(signal.SIGINT)
         begun(self, best)
 
@@ -378,6 +382,8 @@ def test_the_smallest_cost_for_a_loss():
 class Steps:
     """A curve on which time goes with the MACs, but for a number of tokens that is slow."""
 
+    about = {"batch_size": 1, "dtype": "fp32"}
+
     def __init__(self, model, method, slow: int) -> None:
         self.space, self.slow = Space(model, method), slow
         self.unpruned = self.space.base_macs * 1e-9
@@ -390,13 +396,25 @@ class Steps:
         return dict.fromkeys(range(self.slow - 2, self.slow), self.slow)
 
 
+def timed_as(monkeypatch, curve: Steps, times: float = 1.0) -> None:
+    """Let schedules take so many times as long as a curve predicts."""
+
+    def measured(model, configs, *more) -> list[float]:
+        return [times * curve.predict(config) / curve.unpruned for config in configs]
+
+    monkeypatch.setattr("tntprune.search.find_plan.time_schedules", measured)
+
+
 @pytest.mark.parametrize("budget", [{"speedup": 1.5}, {"latency": "4.4ms"}], ids=str)
-def test_budgets_of_time_go_by_the_curve(budget):
+def test_budgets_of_time_go_by_the_curve_and_then_by_the_clock(budget, monkeypatch):
     model = make("plain")
     curve = Steps(model, ToMe(), 40)
-    found = small_search(model, macs=None, curve=curve, **budget)
+    slow = 1.05  # times as slow as predicted is everything
+    timed_as(monkeypatch, curve, slow)
+    found = small_search(model, macs=None, curve=curve, blocks=(1, 2, 3, 4), moves=2, **budget)
     limit = curve.unpruned / 1.5 if "speedup" in budget else 4.4e-3
-    assert found.chosen.seconds == curve.predict(found.chosen.config) <= limit
+    assert found.chosen.seconds == pytest.approx(slow * curve.predict(found.chosen.config))
+    assert 0.8 * limit < found.chosen.seconds <= 1.02 * limit
     assert found.plan.predicted["seconds"] == found.chosen.seconds
     assert found.notes[-1] == "On this machine fewer patch tokens take longer than more: 38 than 40, 39 than 40."
     assert " ms" in str(found)
@@ -407,11 +425,12 @@ def test_times_of_a_busy_machine_are_said_to_be(monkeypatch):
     curve = Steps(model, ToMe(), 40)
     monkeypatch.setattr("tntprune.search.find_plan.measure_latency", lambda *given, **more: curve)
     monkeypatch.setattr("tntprune.search.find_plan.Watch.others", lambda self: 1.4)
-    found = small_search(model, macs=None, speedup=1.5, moves=0)
+    timed_as(monkeypatch, curve)
+    found = small_search(model, macs=None, speedup=1.5, moves=0, blocks=(1, 2))
     assert "Note: the machine was busy: other programs used 1.4 processors" in str(found)
     curve.predict = lambda config: 0.8 * curve.unpruned
     with pytest.raises(UserError, match=r"expected a larger budget \(the machine was busy"):
-        small_search(model, macs=None, speedup=1.5, moves=0)
+        small_search(model, macs=None, speedup=1.5, moves=0, blocks=(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -457,9 +476,9 @@ def test_what_cannot_be_searched_is_refused(more, words):
         small_search(make("plain").train())
 
 
-def point(cost: int, kl: float, lost: float = 10.0, name: str = "") -> Point:
+def point(cost: int, kl: float, lost: float = 10.0, seconds: float | None = None) -> Verified:
     figures = {"kl": kl, "agreement": 100 - lost, "lost": lost, "lost_low": lost - 1, "lost_high": lost + 1}
-    return Point(name, Random(at=1, tokens=cost), cost, None, False, figures, figures, figures)
+    return Verified("", Random(at=1, tokens=cost), cost, seconds, figures, figures, figures)
 
 
 def test_the_front_is_what_nothing_beats():
@@ -475,18 +494,55 @@ def test_rank_correlation_is_spearmans():
     assert rank_correlation([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1)
 
 
+def finished(*points: Verified, marks: tuple[Verified, ...] = (), **wanted) -> BudgetSearch:
+    """A search that has verified these schedules, with a limit of 10 of whatever costs."""
+    search = BudgetSearch.__new__(BudgetSearch)
+    search.verified = {one.config: one for one in points}
+    search.simple = {str(place): one.config for place, one in enumerate(marks)}
+    search.wanted, search.limit, search.timed, search.notes = budget(**(wanted or {"macs": 0.5})), 10.0, None, []
+    return search
+
+
 def test_the_plan_takes_the_best_within_the_limit_and_never_one_that_a_simple_schedule_beats():
-    job = Job.__new__(Job)
+    def settled(*points: Verified, marks: tuple[Verified, ...] = ()) -> int:
+        return finished(*points, marks=marks).chosen().macs
+
     searched, cheap, mark, over = point(9, 0.2), point(8, 0.3), point(10, 0.4), point(11, 0.0)
-
-    def settled(*points: Point, marks: tuple[Point, ...] = ()) -> int:
-        job.points = {one.config: one for one in points}
-        job.simple = {str(place): one.config for place, one in enumerate(marks)}
-        return job.settled(10.0).macs
-
     assert settled(searched, cheap, over) == 9 == settled(searched, cheap, mark, over, marks=(mark,))
     assert settled(searched, point(10, 0.4, lost=9.0), marks=(point(10, 0.4),)) == 10
     assert settled(point(9, 0.2, lost=8.0), point(10, 0.4, lost=9.0), marks=(point(10, 0.4),)) == 9
+
+
+def test_where_time_counts_what_was_verified_is_timed_and_the_choice_goes_by_that():
+    """Predicted are as many seconds as tokens; what is predicted at 12 and more is not timed."""
+
+    def chosen(
+        measured: dict[int, float], marks: tuple[Verified, ...] = (), **wanted
+    ) -> tuple[int, list[int], list[str]]:
+        asked: list[int] = []
+
+        def timed(configs) -> list[float]:
+            asked.extend(config.tokens[0] for config in configs)
+            return [measured[config.tokens[0]] for config in configs]
+
+        points = [
+            point(n, kl, lost=10 * kl, seconds=float(n))
+            for n, kl in ((8, 0.4), (9, 0.3), (10, 0.2), (11, 0.1), (13, 0.0))
+        ]
+        search = finished(*points, marks=marks, **(wanted or {"speedup": 2.0}))
+        search.timed = timed
+        search.time_verified()
+        return search.chosen().macs, asked, search.notes
+
+    asked = [8, 9, 10, 11]
+    assert chosen({8: 8.0, 9: 9.0, 10: 10.1, 11: 11.0}) == (10, asked, [])  # within what two measurements differ by
+    assert chosen({8: 8.0, 9: 9.0, 10: 10.5, 11: 11.0}) == (9, asked, [])  # slower than predicted
+    assert chosen({8: 8.0, 9: 9.0, 10: 9.0, 11: 9.9}) == (11, asked, [])  # faster
+    mark = point(10, 0.2, lost=2.0, seconds=10.0)
+    assert chosen({8: 8.0, 9: 9.0, 10: 10.5, 11: 11.0}, marks=(mark,))[0] == 9  # a simple one that is too slow
+    assert chosen({8: 8.0, 9: 7.0, 10: 10.0, 11: 11.0}, speedup=2.0, drop=4.0)[0] == 9  # the fastest that keeps it
+    macs_, _, (note,) = chosen({8: 12.0, 9: 11.5, 10: 13.0, 11: 14.0})
+    assert macs_ == 9 and "By measurement no verified schedule meets 2 times as fast" in note
 
 
 class Graded(Rigged):
@@ -521,7 +577,7 @@ def graded(monkeypatch, model, pace: float = 0.0, spikes: frozenset[int] = froze
     clock = [0.0]
     for name, value in {"clock": clock, "pace": pace, "spikes": spikes, "asked": 0}.items():
         monkeypatch.setattr(Graded, name, value)
-    monkeypatch.setattr("tntprune.search.job.Judge", Graded)
+    monkeypatch.setattr("tntprune.search.budget_search.Judge", Graded)
     monkeypatch.setattr("tntprune.search.scout.time.monotonic", lambda: clock[0])
     given = {"method": Random(), "photos": 8 * BATCH, "progress": False, **more}
     return find_plan(model, photos_for(model, 8 * BATCH), **given), clock[0]
@@ -617,10 +673,11 @@ def test_the_user_is_told_when_the_photos_cannot_judge():
     images = photos_for(model, 40)
     with torch.inference_mode():
         labels = model(images).argmax(1)
-    found = find_plan(model, images, labels, method=ToMe(), drop=20.0, photos=40, moves=2, progress=False)
+    few = {"method": ToMe(), "drop": 20.0, "photos": 40, "moves": 0, "blocks": (2, 3), "progress": False}
+    found = find_plan(model, images, labels, **few)
     assert "The unpruned model is right on all 40 photos" in str(found)
     assert "40 photos are too few to promise at most 20 points: the 95 % interval of the loss is" in str(found)
-    other = find_plan(model, images, 6 - labels, method=ToMe(), drop=20.0, photos=40, moves=2, progress=False)
+    other = find_plan(model, images, 6 - labels, **few)
     assert "is right on all" not in str(other)
 
 
@@ -652,24 +709,26 @@ def headless() -> torch.nn.Module:
 
 def test_a_model_without_classes_is_judged_by_the_cosine_of_its_embeddings(headless):
     images = photos_for(headless, 40)
-    found = find_plan(headless, images, method=ToMe(), drop=0.5, photos=40, moves=2, progress=False)
+    few = {"method": ToMe(), "photos": 40, "moves": 0, "blocks": (1, 2, 3), "progress": False}
+    found = find_plan(headless, images, drop=0.5, **few)
     with torch.inference_mode():
-        reduced = reduce_(tntprune.reduce.twin_of(headless), found.plan)
+        reduced = reduce_(twin_of(headless), found.plan)
         cosine = F.cosine_similarity(headless(images), reduced(images)).mean().item()
     assert found.chosen.overall["cosine"] == pytest.approx(cosine, abs=1e-5)
     assert found.chosen.lost == pytest.approx(100 * (1 - cosine), abs=1e-3) and found.chosen.lost <= 0.5
     assert "Loss: the mean cosine similarity to the unpruned model's embeddings is 0.99" in str(found)
-    limited = find_plan(headless, images, method=ToMe(), macs=0.5, photos=40, moves=2, progress=False)
-    assert limited.chosen.macs <= 0.5 * limited.whole and "cosine" in limited.plan.predicted["held_out"]
+    limited = find_plan(headless, images, macs=0.7, **few)
+    assert limited.chosen.macs <= 0.7 * limited.whole and "cosine" in limited.plan.predicted["held_out"]
     with pytest.raises(UserError, match="labels were given for a model without classes"):
-        find_plan(headless, images, torch.zeros(40), method=ToMe(), macs=0.5, photos=40, progress=False)
+        find_plan(headless, images, torch.zeros(40), macs=0.7, **few)
 
 
 def test_a_model_without_classes_takes_a_folder_of_photos(headless, tmp_path):
     for number, image in enumerate(torch.rand(12, 3, 32, 32)):
         pixels = (255 * image).byte().permute(1, 2, 0).numpy()
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
-    found = find_plan(headless, tmp_path, method=ToMe(), macs=0.5, photos=12, moves=0, workers=0, progress=False)
+    few = {"method": ToMe(), "photos": 12, "moves": 0, "blocks": (2, 3), "progress": False}
+    found = find_plan(headless, tmp_path, macs=0.8, workers=0, **few)
     assert found.photos == (6, 6) and not any("labels" in note for note in found.notes)
     draw_front(tmp_path / "front.png", found, "headless")
     assert Image.open(tmp_path / "front.png").size[0] > 900

@@ -12,6 +12,8 @@ from tntprune.demo.digits import scans, scatter
 from tntprune.search.claim import claimed
 from tntprune.serialization.plan import read_plan
 
+FEW = ["--method", "tome", "--at", 2, 3, "--macs", 0.8, "--moves", 0, "--workers", 0]  # a search that takes little
+
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
@@ -41,9 +43,9 @@ def call(capsys):
 def plan(digits, tmp_path_factory):
     """A plan of TNT, which is trained on the way."""
     out = tmp_path_factory.mktemp("plans") / "new" / "plan.json"
-    given = ["--data", str(digits), "--macs", "0.6", "--moves", "2", "--workers", "0", "--out", str(out)]
+    given = ["--data", str(digits), "--macs", "0.6", "--moves", "0", "--workers", "0", "--out", str(out)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tntprune.training.config.STEPS", 10)
+        patch.setattr("tntprune.training.config.STEPS", 2)
         assert main(["search", "digits_vit", *given]) == 0
     return out
 
@@ -86,9 +88,8 @@ def test_a_plan_can_be_searched_again_from_what_it_has_learned(plan, digits, tmp
 
 
 def test_where_tokens_may_go_can_be_said(digits, tmp_path, call):
-    given = ["--data", digits, "--macs", 0.7, "--moves", 2, "--workers", 0, "--out", tmp_path / "c.json"]
-    code, out, err = call("search", "digits_vit", "--method", "tome", "--at", 2, 3, "--metric", "x", *given)
-    assert code == 0 and "tome, 70 % of the MACs" in out and "uniform rates" in out, err
+    code, out, err = call("search", "digits_vit", "--data", digits, *FEW, "--metric", "x", "--out", tmp_path / "c.json")
+    assert code == 0 and "tome, 80 % of the MACs" in out and "uniform rates" in out, err
     config = read_plan(tmp_path / "c.json").config
     assert set(config.at) <= {2, 3} and config.metric == "x"
 
@@ -104,8 +105,8 @@ def test_why_there_are_no_labels_is_told(digits, tmp_path, call):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "digits").symlink_to(digits / "digit3")
     (tmp_path / "photos" / "others").symlink_to(digits / "digit4")
-    given = ["--method", "tome", "--macs", 0.7, "--moves", 0, "--workers", 0, "--out", tmp_path / "d.json"]
-    code, out, err = call("search", "digits_vit", "--data", tmp_path / "photos", *given)
+    given = ["--data", tmp_path / "photos", *FEW, "--out", tmp_path / "d.json"]
+    code, out, err = call("search", "digits_vit", *given)
     assert code == 0 and "points of agreement on 8 photos" in out and "judged without labels: " in out, err
 
 
@@ -120,7 +121,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_search(digits, t
 
 def test_two_searches_do_not_write_one_plan(digits, tmp_path, call):
     out = tmp_path / "new" / "plan.json"
-    given = ["--data", digits, "--method", "tome", "--macs", 0.7, "--moves", 0, "--workers", 0, "--out", out]
+    given = ["--data", digits, *FEW, "--out", out]
     with claimed(out):
         code, told, err = call("search", "digits_vit", *given)
     assert code == 1 and not told and "another search writes it" in err and not out.exists()
@@ -137,8 +138,7 @@ def test_a_picture_of_somebody_elses_is_not_overwritten(digits, tmp_path, call):
 
 def test_the_last_line_is_a_command_to_type(digits, tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
-    given = ["--method", "tome", "--macs", 0.7, "--moves", 0, "--workers", 0, "--out", "my plan.json"]
-    code, out, err = call("search", "digits_vit", "--data", digits, *given)
+    code, out, err = call("search", "digits_vit", "--data", digits, *FEW, "--out", "my plan.json")
     assert code == 0 and "Chosen: tome keeps" in out and "Cost: " in out and "Loss: " in out, err
     words = shlex.split(out.splitlines()[-1])
     assert words[:2] == ["tntprune", "eval"]

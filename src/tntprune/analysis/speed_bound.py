@@ -41,15 +41,15 @@ class Beside(Method):
 
 
 class Slicing(Beside):
-    """The oracle: the first tokens, cut off without scoring or gathering. No method can be faster."""
+    """The bound of the speed: the first tokens, cut off without scoring or gathering. No method can be faster."""
 
     def cut(self, tokens: Tokens, step: Step) -> Tokens:
-        last, source = tokens.prefix + step.leaving, tokens.carrier
+        last, carrier = tokens.prefix + step.leaving, tokens.carrier
         return replace(
             tokens,
             x=tokens.x[:, :last].contiguous(),  # (B, prefix + leaving, D)
             index=tokens.index[:, : step.leaving],
-            carrier=None if source is None else torch.where(source < step.leaving, source, -1),
+            carrier=None if carrier is None else torch.where(carrier < step.leaving, carrier, -1),
         )
 
 
@@ -69,7 +69,7 @@ def beside(model: Model, kind: type[Beside]) -> Model:
 
     Args:
         model: A reduced model.
-        kind: `Slicing` for the oracle, `Scattered` for random drop.
+        kind: `Slicing` for the bound, `Scattered` for random drop.
 
     Raises:
         UserError: the model is not reduced.

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from tntprune.bench.names import Backend
+from tntprune.bench import Backend
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.checks import check_whole
 
@@ -44,7 +44,7 @@ def check_settings(
 
 
 def prepared(model: nn.Module, backend: Backend, compiler: str = "inductor") -> Run:
-    """A function from images to the model's output; nothing is compiled before it is called for the first time.
+    """Return a function from images to the model's output; nothing is compiled before its first call.
 
     Args:
         model: To run.
@@ -96,7 +96,7 @@ def first_run(run: Run, images: torch.Tensor, backend: Backend) -> Any:
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """A model's logits, or what comes nearest in what it gives, in fp32."""
+    """Return a model's logits, or what comes nearest in what it gives, in fp32."""
     if isinstance(output, torch.Tensor):
         return output.float()
     for name in ("logits", "logits_per_image", "image_embeds", "pooler_output", "last_hidden_state"):
@@ -106,7 +106,7 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The root mean square of the difference, as a share of that of what was expected.
+    """Return the root mean square of the difference, as a share of that of what was expected.
 
     Not the largest difference: in low precision two tokens that score nearly the same may change places, which changes
     one image's answer a little, and nothing is wrong.
@@ -115,7 +115,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_same(output: Any, expected: Any, dtype: str) -> float:
-    """The `difference` of a setting's output from the eager model's.
+    """Return the `difference` of a setting's output from the eager model's.
 
     Raises:
         UserError: it is too large to be rounding.

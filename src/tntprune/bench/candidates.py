@@ -1,4 +1,4 @@
-"""What is timed: the unpruned model, its reductions, and beside each the oracle and random drop."""
+"""What is timed: the unpruned model, its reductions, and beside each the bound of its speed and random drop."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from tntprune.backbones.attach import base_of, is_reduced, reduction_of, twin_of
 from tntprune.methods import Config
 from tntprune.reduce import reduce_
 
+BESIDE = ("bound", "random")  # the methods of what is timed beside a reduction
+
 
 @dataclass(frozen=True)
 class Candidate:
     """One model to time. All of them share their weights.
 
     Args:
-        method: "unpruned", "oracle", "random" or a method's name.
-        options: The method's options that are not at their defaults; for the oracle and random drop, those of the
+        method: "unpruned", "bound", "random" or a method's name.
+        options: The method's options that are not at their defaults; for the bound and random drop, those of the
             method whose numbers of tokens they have.
         keep: The share that stays at each location, or None where a method has no such option.
         model: In eval mode.
@@ -29,7 +31,7 @@ class Candidate:
             differs from image to image, the least it can be.
         variable: Whether it is such a method.
         tokens: Patch tokens that enter each block.
-        oracle: Which candidate is the oracle of this one, by its number, or None.
+        bound: Which candidate is the bound of this one, by its number, or None.
     """
 
     method: str
@@ -39,11 +41,11 @@ class Candidate:
     mac_ratio: float
     variable: bool
     tokens: tuple[int, ...]
-    oracle: int | None = None
+    bound: int | None = None
 
 
 def candidates(model: nn.Module, configs: Sequence[Config], reduced: Sequence[nn.Module] = ()) -> list[Candidate]:
-    """The unpruned model, then every reduction; after each new set of token counts the oracle and random drop.
+    """Return the unpruned model, then every reduction; after each new set of token counts the bound and random drop.
 
     Args:
         model: In eval mode; a reduction that is on it is left out.
@@ -52,38 +54,32 @@ def candidates(model: nn.Module, configs: Sequence[Config], reduced: Sequence[nn
     """
     base = base_of(model)
     found = [_candidate("unpruned", base)]
-    oracles: dict[Any, int] = {}
+    bounds: dict[Any, int] = {}
     for one in [*reduced, *(reduce_(twin_of(base), config) for config in configs)]:
         method = reduction_of(one)
         method.warned = True  # its time does not depend on what it has learned
-        steps = method.steps(method.layout.patches)
-        key = tuple((step.place, step.leaving) for step in steps)
-        known = key in oracles or not steps
-        oracle = oracles.setdefault(key, len(found) + 1) if steps else None
-        found.append(replace(_candidate(method.config.method, one), oracle=oracle))
-        if not known:
-            found.append(_candidate("oracle", beside(one, Slicing)))
-            found.append(replace(_candidate("random", beside(one, Scattered)), oracle=oracle))
+        key = tuple((step.place, step.leaving) for step in method.steps(method.layout.patches))
+        new = bool(key) and key not in bounds
+        bound = bounds.setdefault(key, len(found) + 1) if key else None
+        found.append(replace(_candidate(method.config.method, one), bound=bound))
+        if new:
+            found.append(_candidate("bound", beside(one, Slicing)))
+            found.append(replace(_candidate("random", beside(one, Scattered)), bound=bound))
     return found
 
 
 def _candidate(method: str, model: nn.Module) -> Candidate:
-    cost = macs(model)
-    config = reduction_of(model).config if is_reduced(model) else None
-    options = "" if config is None else described(config)
-    ratio = cost.base_macs / cost.macs
-    return Candidate(method, options, _keep(config), model, ratio, cost.most, tuple(cost.tokens))
-
-
-def _keep(config: Config | None) -> Any:
-    """The share that stays at each location, if that is what the config says."""
-    if config is None or not config.by_share or (config.at is None and config.keep is None):
-        return None
-    return config.given[0] if len(config.given) == 1 else config.given
+    cost, options, keep = macs(model), "", None
+    if is_reduced(model):
+        config = reduction_of(model).config
+        options = described(config)
+        if config.by_share and (config.at is not None or config.keep is not None):
+            keep = config.given[0] if len(config.given) == 1 else config.given
+    return Candidate(method, options, keep, model, cost.base_macs / cost.macs, cost.most, tuple(cost.tokens))
 
 
 def described(config: Config) -> str:
-    """A config as one line, as `config_from_text` reads it: its method and what is not at its default."""
+    """Return a config as one line, as `config_from_text` reads it: its method and what is not at its default."""
     if parts := getattr(config, "parts", None):
         return " then ".join(map(described, parts))
     changed = []

@@ -12,16 +12,16 @@ from torch import nn
 
 from tntprune.backbones.attach import device_of
 from tntprune.backbones.base import find_backbone
+from tntprune.bench import Backend, DType
 from tntprune.bench.backends import DTYPES, check_same, check_settings, first_run, prepared
+from tntprune.bench.benchmark import cast, inputs
 from tntprune.bench.candidates import candidates
-from tntprune.bench.measure import cast, inputs
-from tntprune.bench.names import Backend, DType
 from tntprune.methods import Random
 from tntprune.system.clock import in_turns
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """One number of tokens.
 
     Args:
@@ -59,7 +59,7 @@ def latency_curve(
     backends: Sequence[Backend] = ("eager",),
     rounds: int = 20,
     progress: bool = True,
-) -> list[Point]:
+) -> list[CurvePoint]:
     """Time the model with fewer and fewer tokens in all its blocks, cut off before the first without any choosing.
 
     Args:
@@ -79,11 +79,11 @@ def latency_curve(
     check_settings(batch_sizes, dtypes, backends, rounds, device)
     patches = find_backbone(model).layout(model).patches
     chosen = sorted({*(counts or [max(1, round(patches * part / 16)) for part in range(1, 16)]), patches})
-    points: list[Point] = []
+    points: list[CurvePoint] = []
     for dtype in dtypes:
         made = candidates(cast(model, dtype), [Random(at=0, tokens=count) for count in chosen])
-        # the last one, with all tokens, has nothing to be sliced off, and takes the same way through the same code
-        sliced = [one for one in made if one.method == "oracle"] + made[-1:]
+        # the last one, with all tokens, has nothing to be cut off, and takes the same way through the same code
+        sliced = [one for one in made if one.method == "bound"] + made[-1:]
         for batch in batch_sizes:
             images = inputs(model, None, batch).to(device, DTYPES[dtype])
             for backend in backends:
@@ -95,7 +95,7 @@ def latency_curve(
                 times = in_turns(calls, rounds, device, progress=progress)
                 whole = times[-1].median
                 points += [
-                    Point(
+                    CurvePoint(
                         one.tokens[0], batch, dtype, backend, str(device), *spent[:3], mac_share=1 / one.mac_ratio,
                         time_share=spent.median / whole,
                     )
@@ -105,8 +105,8 @@ def latency_curve(
     return points
 
 
-def curve_table(points: Sequence[Point]) -> str:
-    """The points for a person."""
+def curve_table(points: Sequence[CurvePoint]) -> str:
+    """Format the points for a person."""
     lines = [f"{'tokens':>6} {'batch':>5} {'dtype':>5} {'backend':10} {'ms':>8} {'MACs':>7} {'time':>7}"]
     for point in points:
         lines.append(

@@ -92,7 +92,7 @@ def throughput(
 
 
 def _rate(batches: Iterator[torch.Tensor], first: int, device: torch.device, model: Any) -> float:
-    """Images a second, after the first batches."""
+    """Return images per second, after the first batches; without a model, of the loader alone."""
     run: Callable[[torch.Tensor], Any] = model if isinstance(model, nn.Module) else lambda images: images
     for images in islice(batches, first):
         run(images.to(device))
@@ -106,7 +106,7 @@ def _rate(batches: Iterator[torch.Tensor], first: int, device: torch.device, mod
 
 
 def throughput_table(found: Sequence[Throughput]) -> str:
-    """The figures for a person."""
+    """Format the figures for a person."""
     head = f"images/s, batches of {found[0].batch}, {found[0].workers} processes that read"
     lines = [head, f"{'':34} {'loader':>8} {'model':>8} {'together':>8}  bound by"]
     for one in found:

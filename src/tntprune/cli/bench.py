@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tntprune.bench.names import Backend, DType
+from tntprune.bench import Backend, DType
 from tntprune.cli.console import tell
 from tntprune.cli.flags import GROUP, MAX_WORKERS, ImgSize, Json, Model, Reduction, Seed, flag
 from tntprune.system.flags import MAX_BATCH, Whole, Within, Written
@@ -49,17 +49,17 @@ def bench(
 ) -> int:
     """Time methods, rates, batch sizes, precisions and backends against each other, in turns.
 
-    Always beside: the unpruned model in its fastest setting, random drop, and an oracle that just cuts tokens off.
+    Always beside: the unpruned model in its fastest setting, random drop, and the bound: tokens just cut off.
     A setting is timed only if it gives what the eager model gives. Exit code 3 if some were left out.
     """
     import torch
 
     from tntprune.backbones.models import check_device
-    from tntprune.bench.candidates import candidates
+    from tntprune.bench.benchmark import bench as run
+    from tntprune.bench.benchmark import merged
+    from tntprune.bench.candidates import BESIDE, candidates
     from tntprune.bench.latency_curve import curve_table
     from tntprune.bench.latency_curve import latency_curve as curve
-    from tntprune.bench.measure import bench as run
-    from tntprune.bench.measure import merged
     from tntprune.bench.pipeline import throughput, throughput_table
     from tntprune.data.folders import all_photos
     from tntprune.methods.checks import check_whole
@@ -87,7 +87,7 @@ def bench(
         if latency_curve:
             points += curve(built, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends, rounds=rounds)
         if photos:
-            models = [one for one in candidates(built, configs, trained) if one.method not in ("oracle", "random")]
+            models = [one for one in candidates(built, configs, trained) if one.method not in BESIDE]
             flow.append(throughput(models, photos, batch=max(batch_sizes), workers=workers))
     found = merged(benchmarks)
     text = [f"{model}: {_unpruned(built)}", str(found)]

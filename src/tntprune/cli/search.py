@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tntprune.bench.names import DType
+from tntprune.bench import DType
 from tntprune.cli.console import tell
 from tntprune.cli.flags import GROUP, Host, Json, Model, Reducer, Seed, Workers, flag
 from tntprune.errors import UsageError

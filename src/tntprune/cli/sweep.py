@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from tntprune.bench.names import DType
+from tntprune.bench import DType
 from tntprune.cli.console import tell
 from tntprune.cli.flags import BatchSize, Device, ImgSize, Json, Limit, OnBadImage, Workers, flag
 from tntprune.errors import UsageError

@@ -7,16 +7,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tntprune.bench.latency_curve import Point
-from tntprune.bench.rows import Row
+from tntprune.bench.latency_curve import CurvePoint
+from tntprune.bench.rows import BenchRow
 from tntprune.errors import UserError
 from tntprune.report.plot_style import COLOURS, blank, finished
 from tntprune.system.storage import write
 
-SHAPES = {"unpruned": "s", "oracle": "_", "random": "x"}
+SHAPES = {"unpruned": "s", "bound": "_", "random": "x"}
 
 
-def plot(path: Path, rows: Sequence[Row], points: Sequence[Point], title: str, stamp: str) -> None:
+def plot(path: Path, rows: Sequence[BenchRow], points: Sequence[CurvePoint], title: str, stamp: str) -> None:
     """Write a PNG (or SVG or PDF, by the name's ending).
 
     Args:
@@ -55,7 +55,7 @@ def plot(path: Path, rows: Sequence[Row], points: Sequence[Point], title: str, s
     write(path, finished(figure, kind))
 
 
-def _speedups(axis: Any, rows: Sequence[Row]) -> None:
+def _speedups(axis: Any, rows: Sequence[BenchRow]) -> None:
     """Plot speed-ups: the nearer a mark to the line, the more of the saved work is saved time."""
     names = list(dict.fromkeys(row.method for row in rows if row.method not in SHAPES))
     backends = list(dict.fromkeys(row.backend for row in rows))
@@ -80,7 +80,7 @@ def _speedups(axis: Any, rows: Sequence[Row]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _curve(axis: Any, points: Sequence[Point]) -> None:
+def _curve(axis: Any, points: Sequence[CurvePoint]) -> None:
     """Time against tokens, each series as a share of its own time with all tokens."""
     series = groupby(points, key=lambda point: (point.batch, point.dtype, point.backend, point.device))
     for number, ((batch, dtype, backend, device), group) in enumerate(series):

@@ -8,7 +8,7 @@ from typing import Any
 
 from tntprune.report.plot_style import COLOURS, SHAPES, blank, finished
 from tntprune.search.found import Found
-from tntprune.search.points import Point, lost_what
+from tntprune.search.verified import Verified, lost_what
 from tntprune.system.storage import write
 from tntprune.system.units import unit_of
 
@@ -47,10 +47,10 @@ def draw_front(path: Path, found: Found, title: str) -> None:
     write(path, finished(figure, "png"))
 
 
-def _panel(axis: Any, found: Found, height: Callable[[Point], float]) -> None:
+def _panel(axis: Any, found: Found, height: Callable[[Verified], float]) -> None:
     unit, name = (1e-3, "ms per batch") if found.budget.timed else unit_of(found.whole)
 
-    def at(points: list[Point]) -> tuple[list[float], list[float]]:
+    def at(points: list[Verified]) -> tuple[list[float], list[float]]:
         return [point.cost / unit for point in points], [height(point) for point in points]
 
     axis.plot(*at(found.front), "o-", color=COLOURS[0], markersize=4, linewidth=1.4, label="front")

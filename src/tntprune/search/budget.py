@@ -39,7 +39,7 @@ class Budget:
         return self.kind in ("latency", "speedup")
 
     def limit(self, whole: float) -> float:
-        """The most that a schedule may cost.
+        """Return the most that a schedule may cost; of a budget of points alone, as much as the unpruned model.
 
         Args:
             whole: What the unpruned model costs, in MACs or seconds.
@@ -47,6 +47,8 @@ class Budget:
         Raises:
             UsageError: the unpruned model is within the budget.
         """
+        if self.kind == "drop":
+            return whole
         if self.kind == "speedup":
             return whole / self.value
         found = self.value * whole if self.kind == "macs" and self.value <= 1 else self.value
@@ -60,10 +62,8 @@ class Budget:
             text = f"{100 * self.value:g} % of the MACs"
         elif self.kind in ("macs", "latency"):
             text = f"at most {said(self.value, self.timed)}"
-        elif self.kind == "speedup":
-            text = f"{self.value:g} times as fast"
         else:
-            text = f"at most {points(self.value)} lost"
+            text = f"{self.value:g} times as fast" if self.timed else f"at most {points(self.value)} lost"
         return text if self.drop is None else f"{text} and at most {points(self.drop)} lost"
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def points(value: float) -> str:
 
 
 def said(cost: float, timed: bool) -> str:
-    """A cost for a person."""
+    """Format a cost for a person."""
     if timed:
         return f"{cost * 1e3:.2f} ms"
     scale, unit = unit_of(cost)
@@ -93,40 +93,33 @@ def budget(
     """Check the budget that was given: one of the four, or a drop and one of the others.
 
     Args:
-        macs: Multiply-accumulates of one image, or at most 1 for a share of the unpruned model's.
-        latency: Of a batch, in seconds or as text with a unit, such as "12ms".
-        speedup: How many times as fast as the unpruned model, above 1.
+        macs: Multiply-accumulates per image, or at most 1 for a share of the unpruned model's.
+        latency: Per batch, in seconds or as text with a unit, such as "12ms".
+        speedup: Times as fast as the unpruned model, above 1.
         drop: Points of top-1 that may be lost; of agreement where there are no labels, of cosine similarity (in
             hundredths) where the model has no classes.
 
     Raises:
         UsageError: none was given, or several limits of the cost, or one is out of range.
     """
-    seconds = _seconds(latency) if isinstance(latency, str) else latency
-    given = {"macs": macs, "latency": seconds, "speedup": speedup, "drop": drop}
+    if isinstance(latency, str):
+        text = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(s|ms|us)\s*", latency)
+        if text is None:
+            raise UsageError(f"--latency {latency}: expected a time with its unit, such as 12ms")
+        latency = float(text[1]) * UNITS[text[2]]
+    given = {"macs": macs, "latency": latency, "speedup": speedup, "drop": drop}
     found: dict[Any, float] = {kind: value for kind, value in given.items() if value is not None}
     costs = [kind for kind in found if kind != "drop"]
     if not found or len(costs) > 1:
         what = " and ".join(f"--{kind}" for kind in costs) or "none"
         raise UsageError(f"budget: {what} given; expected one of --macs, --latency and --speedup, --drop, or both")
     for kind, value in found.items():
-        _check(kind, value)
+        least = 1 if kind == "speedup" else 0
+        if not (math.isfinite(value) and value > least):
+            raise UsageError(f"--{kind} {value:g}: expected a number above {least}")
+        if kind == "macs" and 1 < value < 1000:
+            raise UsageError(f"--macs {value:g}: expected multiply-accumulates, such as 8e8, or a share of at most 1")
+        if kind == "drop" and value >= 100:
+            raise UsageError(f"--drop {value:g}: expected points below 100")
     kind = (costs or ["drop"])[0]
     return Budget(kind, found[kind], found.get("drop") if costs else None)
-
-
-def _check(kind: str, value: float) -> None:
-    least = 1 if kind == "speedup" else 0
-    if not (math.isfinite(value) and (value > least)):
-        raise UsageError(f"--{kind} {value:g}: expected a number above {least}")
-    if kind == "macs" and 1 < value < 1000:
-        raise UsageError(f"--macs {value:g}: expected multiply-accumulates, such as 8e8, or a share of at most 1")
-    if kind == "drop" and value >= 100:
-        raise UsageError(f"--drop {value:g}: expected points below 100")
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(s|ms|us)\s*", text)
-    if found is None:
-        raise UsageError(f"--latency {text}: expected a time with its unit, such as 12ms")
-    return float(found[1]) * UNITS[found[2]]

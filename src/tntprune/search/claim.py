@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+
+from filelock import FileLock, Timeout
 
 from tntprune.errors import UserError
 from tntprune.system.storage import make_folder
-
-LOCKS: Any = importlib.import_module("fcntl") if os.name == "posix" else None  # None: no such locks on this system
 
 
 @contextmanager
@@ -27,30 +24,17 @@ def claimed(out: Path) -> Iterator[None]:
     make_folder(out.parent)
     path = out.with_name(f".{out.name}.lock")
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        path.touch()  # filelock takes some folders in which nothing can be made for a lock that is taken
+        lock = FileLock(path, timeout=0).acquire()
+    except Timeout:
+        raise UserError(f"{out}: another search writes it; wait for that one, or give another name") from None
     except OSError as error:
         raise UserError(
             f"{out}: cannot be written ({error.strerror}); expected a name in a folder that can be written"
         ) from None
-    try:
-        _lock(file, path, out)
+    with lock:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
-    finally:
-        os.close(file)  # and the lock goes with it
-
-
-def _lock(file: int, path: Path, out: Path) -> None:
-    if LOCKS is None:
-        return
-    try:
-        LOCKS.flock(file, LOCKS.LOCK_EX | LOCKS.LOCK_NB)
-        taken = os.fstat(file).st_nlink == 0  # the other process has ended and removed the file in between
-    except BlockingIOError:
-        taken = True
-    except OSError:  # a disk without locks
-        return
-    if taken:
-        raise UserError(f"{out}: another search writes it; wait for that one, or give another name")
+            with suppress(OSError):  # Windows does not remove an open file
+                path.unlink()

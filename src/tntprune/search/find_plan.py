@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from tntprune.errors import UsageError, UserError
 from tntprune.methods import Config
 from tntprune.methods.checks import check_whole
 from tntprune.search.budget import Budget, budget, said
-from tntprune.search.doubts import doubts
-from tntprune.search.found import Found
-from tntprune.search.job import Job
-from tntprune.search.latency import LatencyCurve, measure_latency
-from tntprune.search.points import front, proxy_error
-from tntprune.search.scout import Clock
-from tntprune.search.search_photos import Part, Shares, shares
+from tntprune.search.budget_search import BudgetSearch
+from tntprune.search.found import Found, doubts
+from tntprune.search.latency import LatencyCurve
+from tntprune.search.photo_shares import Part, Shares, shares
+from tntprune.search.scout import Deadline
 from tntprune.search.space import Space
+from tntprune.search.timing import measure_latency, time_schedules
+from tntprune.search.verified import front, proxy_error
 from tntprune.serialization.fingerprint import identity
 from tntprune.serialization.plan import Plan
 from tntprune.system.clock import Watch, busy_line
@@ -33,6 +34,8 @@ from tntprune.system.interrupts import interrupts
 from tntprune.training.calibrate import fit as train
 from tntprune.training.config import Training
 from tntprune.training.recipes import Recipe
+
+TIMING = 20.0  # seconds in which verified schedules are timed, where there are minutes; of less time a tenth
 
 
 def find_plan(
@@ -63,10 +66,11 @@ def find_plan(
 
     Give one of `macs`, `latency` and `speedup`, or `drop`, or both. With both, the plan is the cheapest one that keeps
     the drop; if none does, the one that loses the least at that cost. Simple schedules (one block, the paper's three
-    blocks, all blocks evenly) are verified first, so that none of them beats the plan on the photos.
+    blocks, all blocks evenly) are verified first, so that none of them beats the plan on the photos. With a budget of
+    time the search goes by a latency curve, and in the end times what it has verified, to choose.
 
-    The same seed gives the same plan, unless the time ended the search. While schedules are tried, the first Ctrl-C or
-    SIGTERM ends it as the clock does.
+    The same seed gives the same plan, unless the time ended the search or is its budget. While schedules are tried, the
+    first Ctrl-C or SIGTERM ends it as the clock does.
 
     Args:
         model: In eval mode; it is not changed. What its reduction has learned is used.
@@ -87,7 +91,7 @@ def find_plan(
         moves: Small changes that are tried.
         seed: Of everything random.
         workers: Processes that read photos.
-        curve: Time against tokens, measured before; a budget of time measures it otherwise.
+        curve: Time against tokens, measured before, for a budget of time, which measures it otherwise.
         batch_size: Of such a curve.
         dtype: Of such a curve, for weights and images.
         base: The unpruned model, where the model was trained together with its reduction.
@@ -110,89 +114,86 @@ def find_plan(
         raise UsageError(f"minutes={minutes:g}: expected a number above 0")
     if model.training:
         raise UsageError("the model is in training mode; expected model.eval()")
-    template, learned = _template(model, method)
-    clock = Clock(60 * minutes)
-    space = Space(model, template, learned, blocks)
+    learned = None
+    if method is None:
+        if not is_reduced(model):
+            raise UsageError("nothing to search for: expected a method, or a model with a reduction on it")
+        method, learned = reduction_of(model).config, _learned_by(model)
+    timing = min(TIMING, 6 * minutes) if wanted.timed else 0.0
+    deadline = Deadline(60 * minutes - timing)
+    space = Space(model, method, learned, blocks)
+    cost: Callable[[Config], float] = space.macs
     whole = float(space.base_macs)
     if not wanted.timed:
-        wanted.limit(whole)  # refused before anything is read or measured
-        _check_reach(space, wanted, space.macs, whole)
+        _check_reach(space, wanted, cost, whole)  # before anything is read or measured
     found = shares(model, data, labels, photos, seed, workers, progress)
     if learned is None and space.config([space.least] * len(space.blocks)).must_train:
         space = _trained(space, found, seed, workers, progress)
-    watch = Watch()
-    if wanted.timed and curve is None:
-        some = space.config([space.patches // 2] * len(space.blocks))
-        with watch.on():
-            curve = measure_latency(base_of(model), some, batch_size=batch_size, dtype=dtype, progress=progress)
-    cost: Callable[[Config], float] = space.macs
+    watch, slower, timed = Watch(), {}, None
     if wanted.timed:
-        assert curve is not None
-        cost, whole = curve.predict, curve.unpruned
+        if curve is None:
+            with watch.on():
+                curve = measure_latency(
+                    base_of(model), space.template, batch_size=batch_size, dtype=dtype, progress=progress
+                )
+        cost, whole, slower = curve.predict, curve.unpruned, curve.slower()
         _check_reach(space, wanted, cost, whole, busy_line(watch.others()))
-    job = Job(space, wanted, cost, whole, curve, found, clock, moves, seed, base, progress)
-    with job.bar, interrupts() as clock.stops:
-        picked = job.run()
-    marks, verified = job.marks, list(job.points.values())
-    chosen = replace(picked, name="chosen")
-    named = {point.config: point for point in [*marks, chosen]}
-    verified = [named.get(point.config, point) for point in verified]
-    best = front(verified)
-    proxy = proxy_error(verified)
-    notes = [*filter(None, [found.note, busy_line(watch.others())]), *job.notes]
-    notes += doubts(chosen, wanted, job.photos, proxy)
+        timed = partial(_timed, space, curve, watch, timing, progress)
+    search = BudgetSearch(
+        space, wanted, cost, whole, found, deadline, moves, seed, base, progress, slower, timed
+    )  # fmt: skip
+    with search.bar, interrupts() as deadline.stops:
+        picked = search.run()
+    marks, chosen = search.marks, replace(picked, name="chosen")
+    named = {one.config: one for one in [*marks, chosen]}
+    verified = [named.get(one.config, one) for one in search.verified.values()]
+    best, proxy = front(verified), proxy_error(verified)
+    notes = [*filter(None, [found.note, busy_line(watch.others())]), *search.notes]
+    notes += doubts(chosen, wanted, search.photos, proxy)
     if len(space.blocks) == 1:
         notes.append(
             f"Tokens may go at block {space.blocks[0]} alone, so that there is one schedule for a budget. For more "
             "blocks give --at, or train them by leaving --reducer out."
         )
-    if out_of_reach := [name for name, config in job.simple.items() if config is None]:
-        notes.append(f"These simple schedules cannot cost so little: {', '.join(out_of_reach)}.")
-    known = {point.name for point in marks}
-    if skipped := [name for name, config in job.simple.items() if config is not None and name not in known]:
-        notes.append(f"These simple schedules were not verified: {', '.join(skipped)}.")
-    if untried := job.untried():
-        notes.append(f"These simple schedules were not tried at a smaller cost for lack of time: {', '.join(untried)}.")
-    if curve is not None and wanted.timed and (slower := curve.slower()):
+    known = {one.name for one in marks}
+    for what, names in {
+        "cannot cost so little": [name for name, config in search.simple.items() if config is None],
+        "were not verified": [name for name, config in search.simple.items() if config and name not in known],
+        "were not tried at a smaller cost for lack of time": search.untried(),
+    }.items():
+        if names:
+            notes.append(f"These simple schedules {what}: {', '.join(names)}.")
+    if slower:
         pairs = ", ".join(f"{count} than {faster}" for count, faster in sorted(slower.items()))
         notes.append(f"On this machine fewer patch tokens take longer than more: {pairs}.")
     reduced = reduction_of(space.put(chosen.config))
     backbone = {"embed_dim": reduced.layout.embed_dim, "depth": reduced.layout.depth}
+    halves = len(search.judge), len(search.verifier)
     predicted = {
         **{name: value for name, value in chosen.to_dict().items() if name not in ("name", "config")},
-        "proxy": proxy, "photos": [len(job.judge), len(job.verifier)],
-        "references": [point.to_dict() for point in marks],
+        "proxy": proxy, "photos": list(halves), "references": [one.to_dict() for one in marks],
     }  # fmt: skip
     own = dict(reduced.state_dict() if space.learned is None else space.learned)
     plan = Plan(
         chosen.config, own, backbone, identity(model if base is None else base), weights, made_by, wanted.to_dict(),
-        predicted, [point.to_dict() for point in best],
+        predicted, [one.to_dict() for one in best],
     )  # fmt: skip
-    others = [point for point in verified if point not in best and point not in marks and point is not chosen]
+    others = [one for one in verified if one not in best and one not in marks and one is not chosen]
+    ended = "interrupt" if deadline.stops else "time" if deadline.rang else ""
     return Found(
-        plan, chosen, best, marks, others, wanted, whole, proxy, (len(job.judge), len(job.verifier)),
-        time.monotonic() - began, "interrupt" if clock.stops else "time" if clock.rang else "", notes, curve,
+        plan, chosen, best, marks, others, wanted, whole, proxy, halves, time.monotonic() - began, ended, notes, curve,
     )  # fmt: skip
-
-
-def _template(model: nn.Module, method: Config | None) -> tuple[Config, dict[str, torch.Tensor] | None]:
-    """The method, and what it has learned if it is the model's own."""
-    if method is not None:
-        return method, None
-    if not is_reduced(model):
-        raise UsageError("nothing to search for: expected a method, or a model with a reduction on it")
-    own = reduction_of(model)
-    return own.config, {name: value.detach().clone() for name, value in own.state_dict().items()}
 
 
 def _check_reach(
     space: Space, wanted: Budget, cost: Callable[[Config], float], whole: float, busy: str | None = None
 ) -> None:
-    """Refuse a budget that the method cannot meet whatever it removes."""
+    """Refuse a budget that the unpruned model meets, or that the method cannot meet whatever it removes."""
+    limit = wanted.limit(whole)
     least = cost(space.config([space.least] * len(space.blocks)))
     first, last = space.blocks[0], space.blocks[-1]
     where = f"block {first}" if first == last else f"blocks {first} to {last}"
-    if wanted.kind != "drop" and wanted.limit(whole) < least:
+    if limit < least:
         raise UserError(
             f"{space.template.method} at {where} cannot meet {wanted}: with one token left it takes "
             f"{said(least, wanted.timed)}, {least / whole:.1%} of the unpruned model's; expected a larger budget"
@@ -200,8 +201,19 @@ def _check_reach(
         )
 
 
+def _timed(
+    space: Space, curve: LatencyCurve, watch: Watch, seconds: float, progress: bool, configs: list[Config]
+) -> list[float]:
+    """Measure the seconds of schedules, on the scale of the curve."""
+    with watch.on():
+        shares = time_schedules(
+            space.base, configs, curve.about["batch_size"], curve.about["dtype"], seconds, progress
+        )  # fmt: skip
+    return [share * curve.unpruned for share in shares]
+
+
 def _trained(space: Space, found: Shares, seed: int, workers: int | None, progress: bool) -> Space:
-    """The space with what its method learns on the photos that are not held out, as `tntprune train` trains it."""
+    """Train the method of a space on the photos that are not held out, as `tntprune train` does; return the space."""
     config = space.everywhere()
     model = space.put(config)
     recipe = Recipe(config, Training(seed=seed))
@@ -214,5 +226,8 @@ def _trained(space: Space, found: Shares, seed: int, workers: int | None, progre
         workers = default_workers() if workers is None else workers
         source = PhotoSource(reader, training.batch_size, seed, workers, labelled)
     train(model, source, training, progress=progress)
-    learned = {name: value.detach().clone() for name, value in reduction_of(model).state_dict().items()}
-    return Space(space.base, space.template, learned, space.blocks)
+    return Space(space.base, space.template, _learned_by(model), space.blocks)
+
+
+def _learned_by(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in reduction_of(model).state_dict().items()}

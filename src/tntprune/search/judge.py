@@ -26,7 +26,7 @@ MOST_KEPT = 3  # blocks after which they are kept: few schedules leave more alon
 DOUBT = 2.0  # standard errors by which a schedule must be worse to be given up early
 
 
-@dataclass
+@dataclass(frozen=True)
 class Answers:
     """The answers of one schedule to the first n photos, one value per photo.
 
@@ -47,11 +47,6 @@ class Answers:
     def __len__(self) -> int:
         return len(self.distance)
 
-    @property
-    def points(self) -> float:
-        """The mean loss, in points."""
-        return 100 * float(self.lost.double().mean())
-
     def figures(self) -> dict[str, float]:
         """Compute the mean figures.
 
@@ -59,6 +54,7 @@ class Answers:
             `lost` in points with its 95 % interval `lost_low` and `lost_high`; `kl` in nats and `agreement` in percent,
             or `cosine` for a model without classes; with labels `top1` and `top1_drop` in points.
         """
+        lost = 100 * float(self.lost.double().mean())
         if not len(self.agrees):
             low, high = of_mean(self.lost)
             figures = {"cosine": 1 - float(self.distance.double().mean())}
@@ -67,14 +63,15 @@ class Answers:
             low, high = of_difference(after.double() + self.lost, after)
             figures = {"kl": float(self.distance.mean()), "agreement": 100 * float(self.agrees.double().mean())}
         if len(self.right):
-            figures |= {"top1": 100 * float(self.right.double().mean()), "top1_drop": self.points}
-        return {**figures, "lost": self.points, "lost_low": 100 * low, "lost_high": 100 * high}
+            figures |= {"top1": 100 * float(self.right.double().mean()), "top1_drop": lost}
+        return {**figures, "lost": lost, "lost_low": 100 * low, "lost_high": 100 * high}
 
     def said(self) -> str:
         """Describe the answers in a few words, for a progress bar."""
+        mean = float(self.distance.mean())
         if not len(self.agrees):
-            return f"cosine {1 - float(self.distance.mean()):.4f}"
-        return f"KL {float(self.distance.mean()):.3g}, agrees on {100 * float(self.agrees.double().mean()):.1f} %"
+            return f"cosine {1 - mean:.4f}"
+        return f"KL {mean:.3g}, agrees on {100 * float(self.agrees.double().mean()):.1f} %"
 
 
 NONE = torch.empty(0, dtype=torch.bool)
@@ -118,18 +115,16 @@ class Judge:
             answers = [self.backbone.judge(some, end).logits for end in ends]
         else:
             answers = [self.backbone.answer(base_of(base), batch).logits for batch in batches]
-        self.target = [self._target(logits.float()) for logits in answers]  # log-probabilities, or embeddings
-        self.right = NONE  # whether the unpruned model is right, (n,)
-        if self.labels is not None:
-            self.right = torch.cat([target.argmax(1) for target in self.target]).cpu() == self.labels
-
-    def _target(self, logits: torch.Tensor) -> torch.Tensor:
-        if logits.ndim != 2:
+        if answers[0].ndim != 2:
             raise UserError(
                 "the model gives neither class logits nor one embedding per image; expected a model with a classifier "
                 "or with pooling (global_pool)"
             )
-        return logits if self.embeds else logits.log_softmax(1)
+        # embeddings, or log-probabilities
+        self.target = [one.float() if self.embeds else one.float().log_softmax(1) for one in answers]
+        self.right = NONE  # whether the unpruned model is right, (n,)
+        if self.labels is not None:
+            self.right = torch.cat([target.argmax(1) for target in self.target]).cpu() == self.labels
 
     def __len__(self) -> int:
         return sum(map(len, self.target))
@@ -166,19 +161,18 @@ class Judge:
         tower: Any = tower_of(model)
         plan = reduction_of(model).plan(self.space.patches)
         first = min(begins(plan), len(self.kept) - 1)
-        parts = [before]
+        found = before
         for number in range(math.ceil(len(before) / BATCH), self.batches if upto is None else min(upto, self.batches)):
-            if most is not None and sum(float(part.lost.sum()) for part in parts) - self.repairs(number * BATCH) > most:
+            if most is not None and float(found.lost.sum()) - self.repairs(number * BATCH) > most:
                 break
             tokens, places = self.kept[first][number]
             logits = self.backbone.judge(model, tower.onward(tokens, places, plan, first)).logits.float()
-            parts.append(self._compare(logits, number))
+            found = joined([found, self._compare(logits, number)])
             if rival is not None and number > 0:
-                worse = torch.cat([part.distance for part in parts])
-                worse = worse - rival.distance[: len(worse)]
+                worse = found.distance - rival.distance[: len(found)]
                 if float(worse.mean()) > DOUBT * float(worse.std()) / len(worse) ** 0.5:
                     break
-        return joined(parts)
+        return found
 
     def _compare(self, logits: torch.Tensor, number: int) -> Answers:
         """Compare one batch's logits or embeddings (B, D) with the unpruned model's."""

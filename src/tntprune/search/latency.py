@@ -1,242 +1,218 @@
-"""Measuring how long a reduced model takes on this machine, from the numbers of its tokens.
-
-Times are taken as `tntprune bench` takes them, eagerly and in turns, each against the unpruned model in the same round.
-Blocks are timed as a chain of all of them, so that their weights come from where they come from in a model.
-"""
+"""A curve of time against tokens, and what it says of a schedule: pure numbers, nothing is run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from statistics import median
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from tntprune.backbones.attach import base_of, device_of, reduction_of, twin_of
-from tntprune.backbones.base import find_backbone, tower_of
-from tntprune.backbones.reduced import Acting, Reduced
-from tntprune.bench.backends import DTYPES, check_settings
-from tntprune.bench.measure import cast, inputs
-from tntprune.errors import UsageError
-from tntprune.methods import Config, Random
-from tntprune.methods.steps import BlockPlan
-from tntprune.ops.tokens import Tokens
-from tntprune.reduce import reduce_
-from tntprune.search.costs import Line, Part
-from tntprune.search.steps import Sample, fit, part_of, samples, settle, single
-from tntprune.search.time_curve import LatencyCurve, about, attention
-from tntprune.system.clock import in_turns
+from tntprune.backbones.attach import base_of, device_of
+from tntprune.backbones.base import find_backbone
+from tntprune.errors import UsageError, UserError
+from tntprune.methods import Config
+from tntprune.methods.schedule import schedule
+from tntprune.methods.steps import Step, counts
+from tntprune.serialization.fingerprint import identity
 from tntprune.system.environment import surroundings
+from tntprune.system.storage import write
 
-__all__ = ["LatencyCurve", "about", "measure_latency"]
-
-STRIDES = (1, 2, 4, 8, 16, 32)  # from one number of tokens to the next, the first that there is time for
-TILE = 16  # matrix kernels work on so many rows at a time: both sides of each multiple are always measured
-TOGETHER = 16  # calls that take turns with the unpruned model
-BLOCKS, WHOLE = 0.5, 0.3  # of the time are for the blocks on their own, and for whole models
-ENOUGH = 100  # rounds of whole models, where they are fast
-REPEATS = 4  # of a step, which is short, in one call
-Call = Callable[[], Any]
+VERSION = 2  # raised when a field changes its meaning
+MARGIN = 0.03  # by which a number of tokens has to be slower than a larger one to be told
+FREE = {  # options that change how many tokens go and where, which ones, or how a method learns, and no step's time
+    "at", "keep", "tokens", "r", "decreasing", "similar", "order", "noise_blocks", "noise_at", "capacity",
+    "noise_scale", "stream_norm", "beta", "objective", "prune_prob", "score_weight", "size_weight", "anneal",
+}  # fmt: skip
 
 
-@torch.inference_mode()
-def measure_latency(
-    model: nn.Module,
-    config: Config,
-    *,
-    batch_size: int = 1,
-    dtype: str = "fp32",
-    seconds: float = 60.0,
-    progress: bool = True,
-) -> LatencyCurve:
-    """Time the blocks of a model at many numbers of tokens, and the steps of a method between them.
+@dataclass(frozen=True)
+class Line:
+    """Seconds at measured numbers of patch tokens, ascending, with straight lines between; it may rise and fall."""
+
+    counts: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, count: int) -> float:
+        """Return the seconds with so many patch tokens; beyond the ends what is measured there."""
+        right = bisect_right(self.counts, count)
+        if right == 0 or right == len(self.counts):
+            return self.seconds[max(0, right - 1)]
+        below, above = self.counts[right - 1], self.counts[right]
+        share = (count - below) / (above - below)
+        return (1 - share) * self.seconds[right - 1] + share * self.seconds[right]
+
+
+@dataclass(frozen=True)
+class LatencyCurve:
+    """Time against the number of tokens, of one method on one model, batch size and precision on one machine.
 
     Args:
-        model: In eval mode, on the device to measure. A reduction that is on it is left out.
-        config: The method whose steps are to be known; where it acts and how many stay does not matter.
-        batch_size: Images at a time.
-        dtype: Of weights and images.
-        seconds: About how long it may take; with more, more numbers of tokens are timed, and more often.
-        progress: Show bars.
-
-    Raises:
-        UsageError: there is no such precision, or a number is out of range.
-        UserError: the method cannot be applied, or its time cannot be told from numbers of tokens.
+        about: What was measured and on what, by name.
+        method: The method and its options, as far as its time depends on them.
+        date: When.
+        patches: Patch tokens of the unpruned model.
+        depth: Its blocks.
+        unpruned: Seconds for one batch of the unpruned model.
+        blocks: One block: "whole"; or its halves "mlp" and "attention", the latter also with " map" where the method
+            works on the whole map. With " biased" those in which the sizes of merged tokens count.
+        looks: What the method looks at of a block's attention where it acts: "", "heads" or "map".
+        proportional: Whether the sizes of merged tokens count in attention.
+        steps: Seconds for each unit of `work`.
     """
-    device = device_of(model)
-    check_settings((batch_size,), (dtype,), ("eager",), 3, device)
-    if not seconds > 0:
-        raise UsageError(f"seconds={seconds}: expected a number above 0")
-    base = base_of(cast(model, dtype))
-    layout = find_backbone(base).layout(base)
-    configs: Sequence[Config] = getattr(config, "parts", [config])
-    parts = tuple(part_of(one, layout) for one in configs)
-    reduced = reduce_(twin_of(base), config)
-    tower: Any = tower_of(reduced)
-    images = inputs(base, None, batch_size).to(device, DTYPES[dtype])
-    tokens, places = tower.enter(images)
-    found = [
-        s for one, part in zip(configs, parts, strict=True) for s in samples(one, part, layout, tower, tokens, places)
-    ]
-    kinds = _kinds(parts, found)
 
-    def unpruned() -> None:
-        base(images)
+    about: dict[str, Any]
+    method: dict[str, Any]
+    date: str
+    patches: int
+    depth: int
+    unpruned: float
+    blocks: dict[str, Line]
+    looks: str
+    proportional: bool
+    steps: tuple[float, ...]
 
-    timer = _Timer(unpruned, device, seconds, progress)
-    counts, timer.rounds = _grid(layout.patches, layout.prefix, timer, len(kinds))
-    few = sorted({1, max(1, layout.patches // 2), layout.patches})
-    around = timer.shares("timing what is around the blocks", [_around(reduced, tower, images, tokens, n) for n in few])
-    blocks = {}
-    for kind in kinds:
-        calls = [_chain(tower, kind, _first(tokens, count, kind), places) for count in counts]
-        shares = timer.shares(f"timing {kind} at {len(counts)} numbers of tokens", calls)
-        blocks[kind] = [share / layout.depth for share in shares]
-    shares = timer.shares(f"timing {len(found)} steps of {configs[0].method}", [_repeated(one) for one in found])
-    whole = timer.whole()
-    costs = {}
-    for name in dict.fromkeys(one.name for one in found):
-        timed = [(one, share * whole / REPEATS) for one, share in zip(found, shares, strict=True) if one.name == name]
-        sized = any(one.sized for one, _ in timed)
-        costs[name] = fit([one.step for one, _ in timed], [spent for _, spent in timed], sized)
-    curve = LatencyCurve(
-        about(model, batch_size, dtype), surroundings(device)["date"], layout.patches, layout.depth, whole,
-        Line(tuple(few), tuple(share * whole for share in around)),
-        {kind: Line(tuple(counts), tuple(share * whole for share in line)) for kind, line in blocks.items()},
-        parts, costs,
+    def predict(self, config: Config) -> float:
+        """Return the seconds for one batch of the model with a reduction on it, in about 0.1 ms.
+
+        Args:
+            config: Of the method that was measured, with any places and counts, and any `similar`.
+
+        Raises:
+            UsageError: the config does not fit the model, or is of another method or has other options.
+        """
+        self._check_method(config)
+        steps = schedule([config], self.patches, self.depth)
+        own = sum(each * units for each, units in zip(self.steps, work(steps, self.patches), strict=True))
+        return self.without_steps(steps) + own
+
+    def without_steps(self, steps: Sequence[Step]) -> float:
+        """Return the seconds of the embedding, the head and the blocks, with what is left after each step."""
+        whole, left = self.blocks["whole"], counts(steps, self.patches, self.depth)
+        acts = {step.place.block for step in steps}
+        total = self.unpruned - self.depth * whole.at(self.patches)
+        for block, (entering, halfway) in enumerate(zip(left.attention, left.mlp, strict=True), 1):
+            biased, looks = self.proportional and entering < self.patches, self.looks if block in acts else ""
+            name = "whole" + " biased" * biased
+            if looks or halfway < entering or name not in self.blocks:  # the block is run in halves
+                name = attention(looks, biased)
+                total += self.blocks["mlp"].at(halfway)
+            total += self.blocks[name].at(entering)
+        return total
+
+    def slower(self) -> dict[int, int]:
+        """Return patch tokens with which a block takes longer than with more, to the fastest larger number."""
+        line, found = self.blocks["whole"], {}
+        fastest = max(line.counts), line.seconds[-1]
+        for count, seconds in reversed(list(zip(line.counts, line.seconds, strict=True))):
+            if fastest[1] < (1 - MARGIN) * seconds:
+                found[count] = fastest[0]
+            if seconds < fastest[1]:
+                fastest = count, seconds
+        return dict(sorted(found.items()))
+
+    def check(self, model: nn.Module, config: Config, *, batch_size: int = 1, dtype: str = "fp32") -> None:
+        """Refuse to be used for anything else than what was measured.
+
+        Raises:
+            UserError: another model, batch size, precision, device, number of threads, machine or versions, in one
+                line.
+            UsageError: another method, or other options.
+        """
+        for name, value in about(model, batch_size, dtype).items():
+            if self.about.get(name) != value:
+                what = f"{name.replace('_', ' ')} {self.about.get(name)}"
+                raise UserError(f"the latency curve is for {what}, and {value} is asked for; measure it again")
+        self._check_method(config)
+
+    def _check_method(self, config: Config) -> None:
+        for name, value in timed_options(config).items():
+            if self.method.get(name) != value:
+                raise UsageError(
+                    f"the latency curve was measured for {self.method['method']} with {name}={self.method.get(name)}, "
+                    f"not {value}; measure it again"
+                )
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, whole or not at all.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        write(path, json.dumps({"version": VERSION, **asdict(self)}, indent=1).encode())
+
+    @classmethod
+    def load(cls, path: Path) -> LatencyCurve:
+        """Read what `save` wrote; `check` tells whether it can be used.
+
+        Raises:
+            UserError: it cannot be read, is no curve, or is of another version.
+        """
+        try:
+            data = json.loads(path.read_text())
+            version = data.pop("version", None) if isinstance(data, dict) else None
+            if version != VERSION:
+                raise UserError(
+                    f"{path}: no latency curve that this tntprune reads (version {version}); measure it again"
+                )
+            lines = {name: Line(tuple(one["counts"]), tuple(one["seconds"])) for name, one in data["blocks"].items()}
+            return cls(**{**data, "blocks": lines, "steps": tuple(data["steps"])})
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); expected a latency curve") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path}: a broken latency curve ({type(error).__name__}: {error}); measure again"
+            ) from None
+        except UserError:
+            raise
+        except ValueError:  # no JSON, or no text
+            raise UserError(f"{path}: no JSON; expected a latency curve") from None
+
+
+def about(model: nn.Module, batch_size: int, dtype: str) -> dict[str, Any]:
+    """Name what a curve is of: times do not carry over to anything else."""
+    layout, device = find_backbone(model).layout(model), device_of(model)
+    where = surroundings(device)
+    return {
+        "model": identity(model)["architecture"] or type(base_of(model)).__name__,
+        "shape": f"{layout.grid[0]} x {layout.grid[1]} patches, {layout.depth} blocks of {layout.embed_dim}, "
+        f"{layout.heads} heads, {layout.prefix} prefix tokens",
+        "batch_size": batch_size, "dtype": dtype, "device": str(device), "threads": torch.get_num_threads(),
+        "hardware": where["hardware"], "versions": where["versions"],
+    }  # fmt: skip
+
+
+def timed_options(config: Config) -> dict[str, Any]:
+    """Return the method and the options that its time depends on, as JSON holds them."""
+    own = {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in FREE}
+    own |= {"how": config.what} if hasattr(config, "what") else {}  # said or not, it is the same
+    return {
+        "method": config.method,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in own.items()},
+    }
+
+
+def attention(looks: str, biased: bool) -> str:
+    """Name a block's first half, by what is looked at in it and whether sizes count."""
+    return "attention" + " map" * (looks == "map") + " biased" * biased
+
+
+def work(steps: Sequence[Step], patches: int) -> tuple[float, ...]:
+    """Return what the time of a reduction's own steps is a sum of.
+
+    Returns:
+        1; the number of steps; the tokens that enter them and the pairs of these, as shares of all; halvings beyond
+        the first, which take several rounds of merging; the steps that drop similar tokens, and the pairs there.
+    """
+    enter = [step.entering / patches for step in steps]
+    similar = [step.ranked / patches for step in steps if step.leaving < step.ranked]
+    halvings = [math.ceil(math.log2(step.entering / max(1, step.leaving)) - 1e-9) for step in steps]
+    return (
+        1.0, float(len(steps)), sum(enter), sum(one**2 for one in enter),
+        float(sum(max(0, one - 1) for one in halvings)), float(len(similar)), sum(one**2 for one in similar),
     )  # fmt: skip
-    return _in_a_model(curve, base, config, images, timer)
-
-
-def _kinds(parts: Sequence[Part], found: Sequence[Sample]) -> list[str]:
-    """What has to be timed of a block."""
-    biased = any(one.sized for one in found) and any(part.proportional for part in parts)
-    if not (biased or any(part.sees for part in parts) or any(one.step.place.inside for one in found)):
-        return ["whole"]
-    maps = {False, *(part.sees == "map" for part in parts)}
-    return ["whole", "mlp", *(attention(map, bias) for map in sorted(maps) for bias in sorted({False, biased}))]
-
-
-class _Timer:
-    """Times calls in turns with the unpruned model, whose share of time is what is kept of each."""
-
-    def __init__(self, unpruned: Call, device: torch.device, seconds: float, progress: bool) -> None:
-        self.unpruned, self.device, self.seconds, self.progress = unpruned, device, seconds, progress
-        self.rounds = 5
-        self.once = in_turns([unpruned], 3, device, progress=False)[0].median / 1000
-        self.all: list[float] = []
-
-    def shares(self, doing: str, calls: Sequence[Call]) -> list[float]:
-        """Each call's time as a share of the unpruned model's, the median over rounds."""
-        found: list[float] = []
-        with tqdm(total=len(calls), desc=doing, disable=not self.progress) as bar:
-            for begin in range(0, len(calls), TOGETHER):
-                some = calls[begin : begin + TOGETHER]
-                times = in_turns([self.unpruned, *some], self.rounds, self.device, warmup=1, progress=False)
-                whole = times[0].all
-                found += [median(a / b for a, b in zip(one.all, whole, strict=True)) for one in times[1:]]
-                self.all += whole
-                bar.update(len(some))
-        return found
-
-    def whole(self) -> float:
-        """Seconds of the unpruned model, the median over everything."""
-        return median(self.all) / 1000
-
-
-def _grid(patches: int, prefix: int, timer: _Timer, kinds: int) -> tuple[list[int], int]:
-    """The numbers of tokens to measure and the rounds, as many as there is time for."""
-    edges = {n for tile in range(0, patches + prefix, TILE) for n in (tile - prefix, tile - prefix + 1)}
-    cost = 1 / TOGETHER + (0.5 + 0.3 * (kinds - 1)) / kinds  # of one call, in unpruned passes
-    for stride in STRIDES:
-        counts = sorted({n for n in {*range(patches, 0, -stride), *edges, 1} if 1 <= n <= patches})
-        rounds = int(BLOCKS * timer.seconds / (timer.once * cost * len(counts) * kinds)) - 1
-        if rounds >= 7:
-            break
-    return counts, min(25, max(3, rounds))
-
-
-def _first(tokens: Tokens, count: int, kind: str) -> Tokens:
-    """The first of the patch tokens; they have a size where it matters."""
-    last = tokens.prefix + count
-    index = tokens.index[:, :count].contiguous()
-    size = torch.full_like(index, 2, dtype=torch.float32) if "biased" in kind else None
-    return replace(tokens, x=tokens.x[:, :last].contiguous(), index=index, size=size)
-
-
-def _chain(tower: Reduced, kind: str, tokens: Tokens, everywhere: Any) -> Call:
-    """All blocks, or one half of each, one after the other on so many tokens."""
-    places = None if everywhere is None else tower.placed(everywhere, tokens.index)
-    numbers = range(1, len(tower.blocks) + 1)
-
-    def whole() -> None:
-        x = tokens.x
-        for number in numbers:
-            x = tower.run(number, x, places)
-
-    def mlp() -> None:
-        x = tokens.x
-        for number in numbers:
-            x = tower.opened(number).mlp_half(x)
-
-    def first() -> None:
-        x = tokens.x
-        for number in numbers:
-            inside = Acting(
-                tokens,
-                tower.reduction,
-                number,
-                BlockPlan(sees="map" if "map" in kind else "heads"),
-                tower.reduction.bias(tokens, number),
-            )
-            x = tower.opened(number).attention_half(x, inside, **tower.context(number, places, True))
-
-    return {"whole": whole, "mlp": mlp}.get(kind, first)
-
-
-def _around(model: nn.Module, tower: Reduced, images: torch.Tensor, tokens: Tokens, count: int) -> Call:
-    """The embedding and, with so many tokens left, the head."""
-    backbone, left = find_backbone(model), _first(tokens, count, "")
-
-    def call() -> None:
-        tower.enter(images)
-        backbone.judge(model, left)
-
-    return call
-
-
-def _repeated(sample: Sample) -> Call:
-    def call() -> None:
-        for _ in range(REPEATS):
-            sample.call()
-
-    return call
-
-
-def _in_a_model(
-    curve: LatencyCurve, base: nn.Module, config: Config, images: torch.Tensor, timer: _Timer
-) -> LatencyCurve:
-    """The curve with what shows in whole models alone: what the way from block to block costs, and how much longer
-    steps take there than on their own.
-    """
-    tried, depth, patches = [config], curve.depth, curve.patches
-    if not hasattr(config, "parts"):
-        for blocks in (range(1, depth), range(1, depth, 2), range(depth // 4, depth)):
-            falling = [max(1, round(patches * (1 - 0.7 * (n + 1) / len(blocks)))) for n in range(len(blocks))]
-            with suppress(UsageError):
-                tried.append(single(config, tuple(blocks), falling, 0))
-    models = [reduce_(twin_of(base), one) for one in (Random(at=0, tokens=patches), *tried)]  # the first drops nothing
-    for model in models:
-        reduction_of(model).warned = True  # its time does not depend on what it has learned
-    timer.rounds = max(timer.rounds, min(ENOUGH, int(WHOLE * timer.seconds / (timer.once * len(models)))))
-    shares = timer.shares("timing whole reduced models", [partial(model, images) for model in models])
-    parts = [curve.split(one) for one in tried]
-    whole = curve.unpruned / curve.scale
-    rest, steps = [1.0, *(part[0] / whole for part in parts)], [0.0, *(part[1] / whole for part in parts)]
-    factor, walk = settle(rest, steps, shares)
-    return replace(curve, walk=walk * curve.unpruned, step_factor=factor)

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tntprune.methods import Config
@@ -25,15 +25,15 @@ class Tried:
     """A schedule, its answers to the photos to search on, and to those that were held out."""
 
     schedule: Schedule
-    answers: Answers = field(default_factory=lambda: NOTHING)
-    held_out: Answers = field(default_factory=lambda: NOTHING)
+    answers: Answers = NOTHING
+    held_out: Answers = NOTHING
 
     def distance(self, photos: int | None = None) -> float:
-        """The mean divergence on the first of the photos to search on, or on all that were asked."""
+        """Return the mean divergence on the first of the photos to search on, or on all that were asked."""
         return float(self.answers.distance[:photos].mean())
 
 
-class Clock:
+class Deadline:
     """Tells when a search has to end.
 
     Args:
@@ -65,37 +65,26 @@ class Scout:
         verifier: The photos that were held out.
         cost: Of a config.
         seed: Of the small changes.
-        clock: When to end.
+        deadline: When to end.
         bar: That is told of each schedule.
         slower: Numbers of tokens that take longer than larger ones, to the larger ones.
     """
 
     def __init__(
-        self,
-        space: Space,
-        judge: Judge,
-        verifier: Judge,
-        cost: Callable[[Config], float],
-        seed: int,
-        clock: Clock,
-        bar: Any,
-        slower: dict[int, int] | None = None,
-    ) -> None:
+        self, space: Space, judge: Judge, verifier: Judge, cost: Callable[[Config], float], seed: int,
+        deadline: Deadline, bar: Any, slower: dict[int, int],
+    ) -> None:  # fmt: skip
         self.space, self.judge, self.verifier, self.cost = space, judge, verifier, cost
-        self.clock, self.bar = clock, bar
+        self.deadline, self.bar, self.slower = deadline, bar, slower
         self.rng = random.Random(seed)
-        self.slower = slower or {}
         self.known: dict[Config, Tried] = {}  # so that no photo is asked twice
         self.pace = 0.0  # seconds per photo, lately
 
     def fitted(self, shapes: Sequence[Shape], limit: float) -> list[Tried]:
         """Scale shapes to a budget, each schedule once; those that cannot meet it are left out."""
-        found: dict[Config, Tried] = {}
-        for shape in shapes:
-            schedule = self.fit(shape, limit)
-            if schedule is not None:
-                found.setdefault(schedule.config, self.known.setdefault(schedule.config, Tried(schedule)))
-        return list(found.values())
+        schedules = [schedule for shape in shapes if (schedule := self.fit(shape, limit)) is not None]
+        tried = [self.known.setdefault(schedule.config, Tried(schedule)) for schedule in schedules]
+        return list({one.schedule.config: one for one in tried}.values())
 
     def fit(self, shape: Shape, limit: float) -> Schedule | None:
         """Scale a shape to a budget, with more tokens where these take less time."""
@@ -111,13 +100,13 @@ class Scout:
 
     def hurry(self) -> bool:
         """Return True if there is only time to verify one schedule, or the user interrupted."""
-        if self.clock.stops:
+        if self.deadline.stops:
             self.bar.set_description_str("interrupted: verifying the best so far (Ctrl-C again stops at once)")
-        return self.clock.over(SPARE * self.pace * len(self.verifier))
+        return self.deadline.over(SPARE * self.pace * len(self.verifier))
 
     def ask(self, tried: Tried, upto: int | None = None, rival: Answers | None = None) -> None:
-        """Run a schedule on more of the photos to search on."""
-        tried.answers = self._timed(self.judge, tried, tried.answers, upto, rival, None)
+        """Run a schedule on more of the photos to search on; see `Judge.ask`."""
+        tried.answers = self._timed(self.judge, tried, tried.answers, upto=upto, rival=rival)
 
     def verify(self, tried: Tried, most: float | None = None) -> bool:
         """Run a schedule on all photos.
@@ -130,17 +119,17 @@ class Scout:
             Whether it answered all of them.
         """
         spare = None if most is None else most + self.verifier.repairs()
-        tried.answers = self._timed(self.judge, tried, tried.answers, None, None, spare)
-        if len(tried.answers) == len(self.judge):
-            left = None if most is None else most - float(tried.answers.lost.sum())
-            tried.held_out = self._timed(self.verifier, tried, tried.held_out, None, None, left)
-        return len(tried.answers) == len(self.judge) and len(tried.held_out) == len(self.verifier)
+        tried.answers = self._timed(self.judge, tried, tried.answers, most=spare)
+        if len(tried.answers) < len(self.judge):
+            return False
+        left = None if most is None else most - float(tried.answers.lost.sum())
+        tried.held_out = self._timed(self.verifier, tried, tried.held_out, most=left)
+        return len(tried.held_out) == len(self.verifier)
 
-    def _timed(self, judge: Judge, tried: Tried, before: Answers, upto: int | None, rival: Any, most: Any) -> Answers:
+    def _timed(self, judge: Judge, tried: Tried, before: Answers, **limits: Any) -> Answers:
         begin = time.monotonic()
-        answers = judge.ask(tried.schedule.config, before, upto, rival, most)
-        new = len(answers) - len(before)
-        if new > 0:
+        answers = judge.ask(tried.schedule.config, before, **limits)
+        if (new := len(answers) - len(before)) > 0:
             pace = (time.monotonic() - begin) / new
             self.pace = pace if not self.pace else LATEST * pace + (1 - LATEST) * self.pace
         return answers
@@ -169,14 +158,12 @@ class Scout:
             if self.hurry():
                 break
             schedule = self.fit(moved(best.schedule, self.space, self.rng), limit)
-            if schedule is None or schedule.config in seen:
-                self.told(best)
-                continue
-            seen.add(schedule.config)
-            other = self.known.setdefault(schedule.config, Tried(schedule))
-            self.ask(other, rival=best.answers)
-            if len(other.answers) == len(best.answers) and other.distance() < best.distance():
-                best = other
+            if schedule is not None and schedule.config not in seen:
+                seen.add(schedule.config)
+                other = self.known.setdefault(schedule.config, Tried(schedule))
+                self.ask(other, rival=best.answers)
+                if len(other.answers) == len(best.answers) and other.distance() < best.distance():
+                    best = other
             self.told(best)
         return best
 

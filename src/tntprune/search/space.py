@@ -45,30 +45,24 @@ class Space:
         self.base = base_of(model)
         self.layout, self.costs = backbone.layout(self.base), backbone.costs(self.base)
         self.patches, self.depth = self.layout.patches, self.layout.depth
-        self.learned = learned
+        self.template, self.learned = template, learned
         self._own: dict[Step, int] = {}
-        self.template = self._searchable(template)
+        if isinstance(template, Combination) or not {"at", "tokens"} <= set(options(type(template))):
+            raise UserError(f"{template.method} cannot be searched; expected one method, with at and tokens")
+        if template.changed(at=max(1, self.depth // 2), tokens=1).variable:
+            raise UserError(
+                f"{template.method} leaves another number of tokens in each image, so that what it costs is not known "
+                "beforehand; expected a method with a fixed number, such as tnt or tome"
+            )
         self.blocks = self._where(blocks)
         self.asked = self._counts()
         none = {"similar": 0} if len(self.similars) > 1 else {}
         self._host = reduction_of(self.put(self.template.changed(at=self.blocks, tokens=1, **none)))
 
-    def _searchable(self, template: Config) -> Config:
-        """The template, if its schedules can be searched."""
-        if isinstance(template, Combination) or not {"at", "tokens"} <= set(options(type(template))):
-            raise UserError(f"{template.method} cannot be searched; expected one method, with at and tokens")
-        middle = template.changed(at=max(1, self.depth // 2), tokens=1)
-        if middle.variable:
-            raise UserError(
-                f"{template.method} leaves another number of tokens in each image, so that what it costs is not known "
-                "beforehand; expected a method with a fixed number, such as tnt or tome"
-            )
-        return template
-
     def _where(self, blocks: Sequence[int] | None) -> tuple[int, ...]:
-        """The blocks at which the method can act, with what it has learned."""
+        """Return the blocks at which the method can act, with what it has learned."""
         found: list[int] = []
-        why: UserError | None = None
+        why = UserError("the model has no blocks")
         for block in range(self.depth + 1) if blocks is None else sorted(set(blocks)):
             try:
                 self.put(self.template.changed(at=block, tokens=max(1, self.patches // 2)))
@@ -78,12 +72,11 @@ class Space:
                 if blocks is not None:
                     raise
         if not found:
-            assert why is not None
             raise why
         return tuple(found)
 
     def _counts(self) -> dict[int, int]:
-        """The `tokens` that a config asks for so that a number is left: a fused token or similar ones change it."""
+        """Return the `tokens` to ask for so that a number is left: a fused token or similar ones change it."""
         found: dict[int, int] = {}
         last = self.blocks[-1]
         for tokens in range(1, self.patches + 1):
@@ -108,7 +101,7 @@ class Space:
         return min(self.asked)
 
     def _reachable(self, count: int) -> int:
-        """The largest number of tokens that can be left and is not above another one."""
+        """Return the largest number of tokens that can be left and is not above another one."""
         return count if count in self.asked else max((one for one in self.asked if one <= count), default=self.least)
 
     @property
@@ -119,7 +112,7 @@ class Space:
         return tuple(sorted({0, *(round(self.patches * share) for share in (0.06, 0.13, 0.25))}))
 
     def config(self, left: Sequence[int], similar: int = 0) -> Config:
-        """The config that leaves so many patch tokens after each block.
+        """Return the config that leaves so many patch tokens after each block.
 
         Args:
             left: One count for each of `blocks`, none larger than the one before it.
@@ -144,7 +137,7 @@ class Space:
         return config
 
     def everywhere(self) -> Config:
-        """A config with all of the blocks, to train: what is learned then is enough for every schedule."""
+        """Return a config with all of the blocks, to train: what is learned then is enough for every schedule."""
         count, last = len(self.blocks), max(self.asked)
         wanted = [last - round(0.7 * last * (n + 1) / (count + 1)) for n in range(count)]
         tokens = [self.asked[self._reachable(one)] for one in wanted]
@@ -152,27 +145,25 @@ class Space:
         return config
 
     def put(self, config: Config) -> nn.Module:
-        """A model with a config on it, which shares its weights with the others, in eval mode if they are."""
+        """Return a model with a config on it, which shares its weights with the others, in eval mode if they are."""
         model = reduce_(twin_of(self.base), config)
         if self.learned is not None:
             inherit(reduction_of(model), self.learned)
         return model
 
     def macs(self, config: Config) -> int:
-        """Multiply-accumulates of one image, in closed form: what `tntprune.macs` says of the reduced model."""
+        """Return the multiply-accumulates per image, in closed form: what `tntprune.macs` says of the reduced model."""
         steps = schedule([config], self.patches, self.depth)
-        left = counts(steps, self.patches, self.depth)
-        prefix = self.layout.prefix
-        total = sum(block_macs(self.costs, left, prefix)) + self.costs.embed + head_macs(self.costs, left.last, prefix)
         for step in steps:
             if step not in self._own:
                 self._own[step] = self._host.macs(step)
-            total += self._own[step]
-        return total
+        return self._without_steps(steps) + sum(self._own[step] for step in steps)
 
     @property
     def base_macs(self) -> int:
         """Multiply-accumulates of the unpruned model."""
-        whole = counts((), self.patches, self.depth)
-        blocks = sum(block_macs(self.costs, whole, self.layout.prefix))
-        return blocks + self.costs.embed + head_macs(self.costs, self.patches, self.layout.prefix)
+        return self._without_steps(())
+
+    def _without_steps(self, steps: Sequence[Step]) -> int:
+        left, costs, prefix = counts(steps, self.patches, self.depth), self.costs, self.layout.prefix
+        return sum(block_macs(costs, left, prefix)) + costs.embed + head_macs(costs, left.last, prefix)

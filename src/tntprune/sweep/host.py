@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from tntprune.backbones.attach import device_of
 from tntprune.backbones.models import load_model, random_model
-from tntprune.bench.measure import inputs
+from tntprune.bench.benchmark import inputs
 from tntprune.data.folders import Batch, Photos, input_mode, transform_for
 from tntprune.data.loading import in_order
 from tntprune.errors import UserError

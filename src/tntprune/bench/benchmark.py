@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,16 +14,10 @@ from tqdm import tqdm
 
 from tntprune.backbones.attach import device_of
 from tntprune.backbones.base import find_backbone
-from tntprune.bench.backends import (
-    DTYPES,
-    check_same,
-    check_settings,
-    first_run,
-    prepared,
-)
+from tntprune.bench import Backend, DType
+from tntprune.bench.backends import DTYPES, check_same, check_settings, first_run, prepared
 from tntprune.bench.candidates import Candidate, candidates
-from tntprune.bench.names import Backend, DType
-from tntprune.bench.rows import Failure, Row, paired, table, with_speedups
+from tntprune.bench.rows import BenchRow, Failure, paired, table, with_speedups
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import Config
 from tntprune.system.clock import Watch, busy_line, in_turns, peak_memory
@@ -46,42 +40,37 @@ class Benchmark:
     stamp: str
     rounds: int
     others: float | None
-    results: list[Row]
+    results: list[BenchRow]
     failed: list[Failure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        parts = [table(self.results), ""]
-        parts += [f"not timed: {f.options or f.method}, batch {f.batch}, {f.dtype}, {f.backend}: {f.reason}"
-                  for f in self.failed]  # fmt: skip
-        parts += self.notes
-        parts.append(f"{self.rounds} rounds in turns; {self.stamp}")
-        return "\n".join(parts).strip("\n")
+        failed = [
+            f"not timed: {one.options or one.method}, batch {one.batch}, {one.dtype}, {one.backend}: {one.reason}"
+            for one in self.failed
+        ]
+        lines = [table(self.results), "", *failed, *self.notes, f"{self.rounds} rounds in turns; {self.stamp}"]
+        return "\n".join(lines).strip("\n")
 
 
 def merged(found: Sequence[Benchmark]) -> Benchmark:
-    """Benchmarks of one model on several devices as one."""
-    others = [one.others for one in found if one.others is not None]
+    """Join benchmarks of one model on several devices."""
     return Benchmark(
         stamp=" | ".join(dict.fromkeys(one.stamp for one in found)),
         rounds=found[0].rounds,
-        others=max(others, default=None),
+        others=max((one.others for one in found if one.others is not None), default=None),
         results=[row for one in found for row in one.results],
         failed=[failure for one in found for failure in one.failed],
         notes=list(dict.fromkeys(note for one in found for note in one.notes)),
     )
 
 
-@dataclass(frozen=True)
-class _Setting:
-    candidate: Candidate
+class _Setting(NamedTuple):
+    """What is timed: the number of its candidate, a call, and the row without times."""
+
     number: int
-    backend: Backend
-    dtype: str
-    batch: int
     call: Callable[[], Any]
-    difference: float
-    peak: int | None
+    row: BenchRow
 
 
 def bench(
@@ -96,7 +85,7 @@ def bench(
     images: torch.Tensor | None = None,
     progress: bool = True,
 ) -> Benchmark:
-    """Time reductions of a model, each in every setting, beside the unpruned model, the oracle and random drop.
+    """Time reductions of a model, each in every setting, beside the unpruned model, the bound and random drop.
 
     Args:
         model: In eval mode, on the device to measure. A reduction that is on it is left out.
@@ -118,9 +107,7 @@ def bench(
     check_settings(batch_sizes, dtypes, backends, rounds, device)
     if images is not None and not len(images):
         raise UsageError("images: none given; expected at least one")
-    watch = Watch()
-    rows: list[Row] = []
-    failed: list[Failure] = []
+    watch, rows, failed = Watch(), list[BenchRow](), list[Failure]()
     for dtype in dtypes:
         made = candidates(cast(model, dtype), configs, [cast(one, dtype) for one in reduced])
         for batch in batch_sizes:
@@ -128,8 +115,16 @@ def bench(
             settings = _checked(made, given, backends, dtype, failed, progress)
             with torch.inference_mode(), watch.on():
                 times = in_turns([one.call for one in settings], rounds, device, progress=progress)
-            fresh = [_row(one, spent, device) for one, spent in zip(settings, times, strict=True)]
-            rows += _with_oracles(fresh, settings)
+            fresh = {}
+            for (number, _, row), spent in zip(settings, times, strict=True):
+                fresh[number, row.backend] = replace(
+                    row, median_ms=spent.median, p10_ms=spent.p10, p90_ms=spent.p90,
+                    images_per_s=1000 * batch / spent.median, rounds_ms=spent.all,
+                )  # fmt: skip
+            for (number, backend), row in fresh.items():
+                own = made[number].bound
+                bound = None if own is None else fresh.get((own, backend))
+                rows.append(row if bound is None else replace(row, bound_ratio=paired(bound, row)))
             settings.clear()
             torch.compiler.reset()  # what was compiled for this batch size is of no more use
     others = watch.others()
@@ -144,16 +139,16 @@ def bench(
 
 
 def cast(model: nn.Module, dtype: str) -> nn.Module:
-    """A copy of a model with weights of another precision, in eval mode."""
+    """Return a copy of a model with weights of another precision, in eval mode."""
     return copy.deepcopy(model).eval().requires_grad_(False).to(DTYPES[dtype])
 
 
 def inputs(model: Any, images: torch.Tensor | None, batch: int) -> torch.Tensor:
-    """A batch, (batch, C, H, W), of given images or of random ones of the model's own size."""
+    """Return a batch, (batch, C, H, W), of given images or of random ones of the model's own size."""
     if images is None:
         shape = find_backbone(model).input_size(model)
         images = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
-    return images.repeat(-(-batch // len(images)), 1, 1, 1)[:batch].contiguous()  # (batch, C, H, W)
+    return images.repeat(-(-batch // len(images)), 1, 1, 1)[:batch].contiguous()
 
 
 @torch.inference_mode()
@@ -161,43 +156,27 @@ def _checked(
     made: Sequence[Candidate], images: torch.Tensor, backends: Sequence[Backend], dtype: str,
     failed: list[Failure], progress: bool,
 ) -> list[_Setting]:  # fmt: skip
-    """Every setting, compiled where it has to be, and found to give what the eager model gives."""
+    """Return every setting, compiled where it has to be, and found to give what the eager model gives."""
     settings = []
     device = images.device
     bar = tqdm(total=len(made) * len(backends), desc=f"checking {dtype}, batch {len(images)}", disable=not progress)
     with bar:
-        for number, candidate in enumerate(made):
-            expected = candidate.model(images)
+        for number, one in enumerate(made):
+            expected = one.model(images)
             for backend in backends:
-                run = prepared(candidate.model, backend)
-                call = partial(run, images)
+                run = prepared(one.model, backend)
+                call, where = partial(run, images), (len(images), dtype, backend, str(device))
                 try:
-                    found = check_same(first_run(run, images, backend), expected, dtype)
+                    difference = check_same(first_run(run, images, backend), expected, dtype)
                 except (UserError, torch.OutOfMemoryError) as error:
-                    where = (len(images), dtype, backend, str(device))
-                    failed.append(Failure(candidate.method, candidate.options, *where, str(error).split("\n")[0]))
+                    failed.append(Failure(one.method, one.options, *where, str(error).split("\n")[0]))
                 else:
                     # a CUDA graph has its memory before it is called, and would seem to need none
                     peak = None if backend == "cudagraphs" else peak_memory(call, device)
-                    settings.append(_Setting(candidate, number, backend, dtype, len(images), call, found, peak))
+                    row = BenchRow(
+                        one.method, one.options, one.keep, *where, 0.0, 0.0, 0.0, 0.0, one.mac_ratio,
+                        peak_mib=None if peak is None else peak / 2**20, difference=difference, variable=one.variable,
+                    )  # fmt: skip
+                    settings.append(_Setting(number, call, row))
                 bar.update()
     return settings
-
-
-def _row(setting: _Setting, times: Any, device: torch.device) -> Row:
-    candidate = setting.candidate
-    return Row(
-        candidate.method, candidate.options, candidate.keep, setting.batch, setting.dtype, setting.backend, str(device),
-        *(times.median, times.p10, times.p90), 1000 * setting.batch / times.median, candidate.mac_ratio,
-        peak_mib=None if setting.peak is None else setting.peak / 2**20,
-        difference=setting.difference, variable=candidate.variable, rounds_ms=times.all,
-    )  # fmt: skip
-
-
-def _with_oracles(rows: list[Row], settings: list[_Setting]) -> list[Row]:
-    known = {(one.number, one.backend): row for one, row in zip(settings, rows, strict=True)}
-    found = []
-    for one, row in zip(settings, rows, strict=True):
-        oracle = None if one.candidate.oracle is None else known.get((one.candidate.oracle, one.backend))
-        found.append(row if oracle is None else replace(row, oracle_ratio=paired(oracle, row)))
-    return found

@@ -13,15 +13,14 @@ from tntprune.search.budget import said
 
 
 @dataclass(frozen=True)
-class Point:
+class Verified:
     """One verified schedule.
 
     Args:
         name: "chosen", the name of a simple schedule, or "".
         config: The schedule.
         macs: Multiply-accumulates per image.
-        seconds: Per batch, by the latency curve; None without one.
-        timed: Whether the budget is of time, and not of MACs.
+        seconds: Per batch, measured or by the latency curve; None where the budget is not of time.
         searched: Its figures on the photos that the search used; see `Answers.figures`.
         held_out: On the other half of the photos.
         overall: On all photos. The choice is made by these.
@@ -31,7 +30,6 @@ class Point:
     config: Config
     macs: int
     seconds: float | None
-    timed: bool
     searched: dict[str, float]
     held_out: dict[str, float]
     overall: dict[str, float]
@@ -39,7 +37,7 @@ class Point:
     @property
     def cost(self) -> float:
         """The cost, in the unit of the budget."""
-        return self.seconds if self.timed and self.seconds is not None else float(self.macs)
+        return float(self.macs) if self.seconds is None else self.seconds
 
     @property
     def distance(self) -> float:
@@ -69,16 +67,16 @@ def lost_what(figures: dict[str, float]) -> str:
     return "top-1" if "top1" in figures else "agreement" if "agreement" in figures else "cosine similarity"
 
 
-def front(points: Sequence[Point]) -> list[Point]:
-    """Those that no other beats in cost and divergence, the cheapest first."""
-    found: list[Point] = []
-    for point in sorted(points, key=lambda one: (one.cost, one.distance)):
-        if not found or point.distance < found[-1].distance:
-            found.append(point)
+def front(schedules: Sequence[Verified]) -> list[Verified]:
+    """Return those that no other beats in cost and divergence, the cheapest first."""
+    found: list[Verified] = []
+    for one in sorted(schedules, key=lambda one: (one.cost, one.distance)):
+        if not found or one.distance < found[-1].distance:
+            found.append(one)
     return found
 
 
-def proxy_error(points: Sequence[Point]) -> dict[str, float]:
+def proxy_error(schedules: Sequence[Verified]) -> dict[str, float]:
     """Compare the two halves of the photos.
 
     Returns:
@@ -86,47 +84,42 @@ def proxy_error(points: Sequence[Point]) -> dict[str, float]:
         the searched and on the held-out photos, in percent of the latter; `kl_rank` and `lost_rank`, the rank
         correlation of the searched divergence with the held-out one and with the held-out loss.
     """
-    seen = [distance(point.searched) for point in points]
-    truth = [distance(point.held_out) for point in points]
+    seen = [distance(one.searched) for one in schedules]
+    truth = [distance(one.held_out) for one in schedules]
     gaps = [abs(a - b) / b for a, b in zip(seen, truth, strict=True) if b > 0]
     return {
-        "schedules": len(points),
+        "schedules": len(schedules),
         "kl_difference": 100 * sum(gaps) / max(1, len(gaps)),
         "kl_rank": rank_correlation(seen, truth),
-        "lost_rank": rank_correlation(seen, [point.held_out["lost"] for point in points]),
+        "lost_rank": rank_correlation(seen, [one.held_out["lost"] for one in schedules]),
     }
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's, from -1 to 1; 0 where one of them has no order."""
-    ranks = torch.stack([_ranks(a), _ranks(b)])
+    """Return Spearman's rank correlation, from -1 to 1; 0 where one of them has no order."""
+    given = torch.tensor([a, b], dtype=torch.float64)[:, :, None]  # (2, n, 1)
+    above, equal = given > given.mT, given == given.mT
+    ranks = above.sum(2) + (equal.sum(2) - 1) / 2.0  # equal ones are in the middle of theirs
     if len(a) < 2 or bool((ranks.std(1) == 0).any()):
         return 0.0
     return float(ranks.corrcoef()[0, 1])
 
 
-def _ranks(values: Sequence[float]) -> torch.Tensor:
-    """The rank (n,) of each, equal ones in the middle of theirs."""
-    given = torch.tensor(values, dtype=torch.float64)
-    return (given[:, None] > given).sum(1) + ((given[:, None] == given).sum(1) - 1) / 2.0
-
-
-def points_table(points: Sequence[Point]) -> str:
-    """Format points as a table, by their figures on all photos."""
-    timed, some = any(point.seconds is not None for point in points), points[0].overall
+def verified_table(schedules: Sequence[Verified]) -> str:
+    """Format schedules as a table, by their figures on all photos."""
+    timed, some = any(one.seconds is not None for one in schedules), schedules[0].overall
     head = f"{'':22} {'MACs':>13}" + f" {'time':>9}" * timed
     head += f" {'KL':>8} {'agrees':>7}" if "kl" in some else f" {'cosine':>8}"
     head += f" {'top-1 lost':>10}" * ("top1" in some)
     lines = [head + "  patch tokens left (block:tokens)"]
-    for point in points:
-        line = f"{point.name:22} {said(point.macs, False):>13}"
-        if timed:
-            line += f" {said(point.seconds, True) if point.seconds is not None else '':>9}"
-        known = point.overall
+    for one in schedules:
+        line, known = f"{one.name:22} {said(one.macs, False):>13}", one.overall
+        line += f" {said(one.seconds, True):>9}" if one.seconds is not None else ""
         line += f" {known['kl']:8.3g} {known['agreement']:5.1f} %" if "kl" in known else f" {known['cosine']:8.4f}"
-        if "top1" in known:
-            line += f" {point.lost:10.2f}"
-        lines.append(f"{line}  {told(point.config)}")
+        line += f" {one.lost:10.2f}" if "top1" in known else ""
+        pairs = [f"{at}:{tokens}" for at, tokens in zip(one.config.locations, one.config.amounts, strict=True)]
+        similar = getattr(one.config, "similar", 0)
+        lines.append(f"{line}  {' '.join(pairs)}" + (f" similar={similar}" if similar else ""))
     return "\n".join(lines)
 
 
@@ -138,10 +131,3 @@ def kept(config: Config) -> str:
     similar = getattr(config, "similar", 0)
     start = f"{similar} similar tokens are removed at the start; " if similar else ""
     return f"{start}{config.method} keeps {', '.join(steps)}"
-
-
-def told(config: Config) -> str:
-    """Format where a config removes tokens and how many are left, as block:tokens."""
-    pairs = " ".join(f"{at}:{tokens}" for at, tokens in zip(config.locations, config.amounts, strict=True))
-    similar = getattr(config, "similar", 0)
-    return f"{pairs} similar={similar}" if similar else pairs

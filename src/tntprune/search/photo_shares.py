@@ -31,6 +31,10 @@ class Part(NamedTuple):
     images: torch.Tensor
     labels: torch.Tensor | None
 
+    def some(self, places: list[int] | slice) -> Part:
+        """Return those at some places."""
+        return Part(self.images[places], None if self.labels is None else self.labels[places])
+
 
 class Shares(NamedTuple):
     """Photos by what they are for.
@@ -72,25 +76,28 @@ def shares(
         UserError: there are no such photos, too few, one cannot be read, or there is not a label for each image.
         UsageError: labels without images.
     """
-    if labels is not None and not isinstance(data, torch.Tensor):
-        raise UsageError("labels go with a tensor of images; a folder's are its subfolders")
-    if isinstance(data, torch.Tensor) and labels is not None and labels.shape != data.shape[:1]:
-        raise UserError(f"labels of shape {tuple(labels.shape)} for {len(data)} images; expected ({len(data)},)")
-    found, note = (data, "") if isinstance(data, torch.Tensor) else _listed(model, data)
-    if len(found) < LEAST:
-        raise UserError(f"{len(found)} photos; expected {LEAST} or more, half to search on and half to verify on")
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
-    chosen = order[: min(count, len(found))]
+    photos: Sequence[Photo] = []
+    note, total = "", len(data) if isinstance(data, torch.Tensor) else 0
+    if not isinstance(data, torch.Tensor):
+        if labels is not None:
+            raise UsageError("labels go with a tensor of images; a folder's are its subfolders")
+        photos, note = _listed(model, data)
+        total = len(photos)
+    elif labels is not None and labels.shape != data.shape[:1]:
+        raise UserError(f"labels of shape {tuple(labels.shape)} for {total} images; expected ({total},)")
+    if total < LEAST:
+        raise UserError(f"{total} photos; expected {LEAST} or more, half to search on and half to verify on")
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = order[: min(count, total)]
     half = len(chosen) // 2
     out = set(chosen[half:])
-    rest = [place for place in range(len(found)) if place not in out]
-    if isinstance(found, torch.Tensor):
-        parts = [Part(found[own], None if labels is None else labels[own]) for own in (chosen[:half], chosen[half:])]
-        return Shares(parts[0], parts[1], Part(found[rest], None if labels is None else labels[rest]))
-    looked = _decoded(model, [found[place] for place in chosen], workers, progress)
-    parts = [Part(looked.images[own], None if looked.labels is None else looked.labels[own])
-             for own in (slice(half), slice(half, None))]  # fmt: skip
-    return Shares(parts[0], parts[1], [found[place] for place in rest], note)
+    rest = [place for place in range(total) if place not in out]
+    if isinstance(data, torch.Tensor):
+        given = Part(data, labels)
+        return Shares(given.some(chosen[:half]), given.some(chosen[half:]), given.some(rest))
+    looked = _decoded(model, [photos[place] for place in chosen], workers, progress)
+    training = [photos[place] for place in rest]
+    return Shares(looked.some(slice(half)), looked.some(slice(half, None)), training, note)
 
 
 def _listed(model: nn.Module, data: str | Path) -> tuple[Sequence[Photo], str]:
@@ -114,8 +121,7 @@ def _listed(model: nn.Module, data: str | Path) -> tuple[Sequence[Photo], str]:
 def _decoded(model: nn.Module, photos: list[Photo], workers: int | None, progress: bool) -> Part:
     reader = Photos(photos, transform_for(model), input_mode(model))
     images, labels = [], []
-    bar = tqdm(total=len(photos), unit="photo", desc="reading", disable=not progress)
-    with bar:
+    with tqdm(total=len(photos), unit="photo", desc="reading", disable=not progress) as bar:
         for batch in in_order(reader, 32, default_workers() if workers is None else workers):
             if batch.bad:
                 raise UserError(batch.bad[0])
