@@ -65,3 +65,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"tntprune.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, also those that were not used yet."""
+    return sorted({*globals(), *__all__})

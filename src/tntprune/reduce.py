@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
-from tntprune.backbones.attach import Model, attach, detach
-from tntprune.errors import UsageError
+from tntprune.backbones.attach import Model, attach, detach, is_reduced, reduction_of
+from tntprune.errors import UsageError, UserNote
 from tntprune.methods import Config, all_methods
 from tntprune.serialization.checkpoint import load_
 from tntprune.serialization.plan import Plan
@@ -31,6 +32,9 @@ def reduce_(model: Model, config: Config | Plan | str | Path, *more: Config, **c
     Raises:
         UserError: the model is not supported, or the method cannot be applied to it, and why.
         UsageError: the config does not fit the model.
+
+    Warns:
+        UserNote: what the model's reduction has learned is lost.
     """
     if isinstance(config, str | Path | Plan):
         if isinstance(config, str) and config in all_methods() and not Path(config).exists():
@@ -41,6 +45,13 @@ def reduce_(model: Model, config: Config | Plan | str | Path, *more: Config, **c
     if changes and isinstance(config, Config):
         raise UsageError(
             f"{min(changes)}: options go into the config, as in {type(config).__name__}({min(changes)}=...)"
+        )
+    if is_reduced(model) and (before := reduction_of(model)).trains and before.calibrated:
+        warnings.warn(
+            f"what {before.config.method} learned goes with the reduction that is replaced; to keep it with other "
+            "options, tntprune.save it and tntprune.load_(model, folder, keep=...)",
+            UserNote,
+            stacklevel=2,
         )
     return attach(model, config, *more)
 

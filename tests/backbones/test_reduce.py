@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
+import warnings
 
 import pytest
 import timm
@@ -12,6 +15,7 @@ import tntprune
 from conftest import make, photos_for
 from tntprune import TNT, Random, UsageError, UserError, reduce_, restore_
 from tntprune.backbones.attach import base_of, reduction_of
+from tntprune.errors import UserNote
 
 
 def test_a_second_reduction_replaces_the_first():
@@ -182,3 +186,18 @@ def test_the_public_names_are_there_and_nothing_is_hidden_by_a_module():
 def test_what_is_no_config_is_refused(given, told):
     with pytest.raises(UsageError, match=told):
         reduce_(make("plain"), given)
+
+
+def test_a_reduction_that_has_learned_is_not_lost_without_a_word():
+    model = reduce_(make("plain"), TNT(at=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reduce_(model, TNT(at=3))  # nothing was learned
+        reduction_of(model).set_calibrated()
+    with pytest.warns(UserNote, match="what tnt learned goes with the reduction that is replaced"):
+        reduce_(model, TNT(at=3, keep=0.25))
+
+
+def test_public_names_are_listed_before_they_are_used():
+    code = "import tntprune; print({*tntprune.__all__} <= {*dir(tntprune)})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"

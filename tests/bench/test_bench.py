@@ -21,9 +21,9 @@ from conftest import make, photos_for
 from tntprune import ATS, TNT, AViT, EViT, ToMe
 from tntprune.backbones.attach import reduction_of
 from tntprune.bench import backends
+from tntprune.bench.benchmark import bench, merged
 from tntprune.bench.candidates import candidates, described
 from tntprune.bench.latency_curve import CurvePoint, curve_table, latency_curve
-from tntprune.bench.benchmark import bench, merged
 from tntprune.bench.pipeline import throughput, throughput_table
 from tntprune.bench.rows import BenchRow, speedup, table, with_speedups
 from tntprune.cli.main import main

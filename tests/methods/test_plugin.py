@@ -44,8 +44,6 @@ def installed(tmp_path):
     shutil.copy(EXAMPLE / "norm_pruning.py", site)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: norm-pruning\nVersion: 0.1.0\n")
     (about / "entry_points.txt").write_text("[tntprune.methods]\nnorm = norm_pruning\n")
-    (about / "RECORD").write_text("norm_pruning.py,,\n")
-    (about / "top_level.txt").write_text("norm_pruning\n")
     return site
 
 
@@ -92,6 +90,14 @@ def test_every_command_takes_an_installed_method(installed, tmp_path):
         call = f"main(['macs', 'digits_vit', '--reducer', {str(path)!r}])"
         done = python(f"import sys; from tntprune.cli.main import main; sys.exit({call})")
         assert done.returncode in (1, 2) and missing in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_saved_config_names_its_package(installed):
+    code = """
+    from tntprune.methods import find_method, to_dict
+    print(to_dict(find_method("norm")())["package"])
+    """
+    assert python(code, installed).stdout == "norm-pruning\n"  # also where pip wrote no list of files
 
 
 def test_an_installed_method_that_cannot_be_imported_is_told_and_stops_nothing(installed):

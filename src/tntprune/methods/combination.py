@@ -34,6 +34,7 @@ class Combination(Config):
     everywhere = True
     method = "combination"
     title = "combination"
+    untimed = "is that of several methods"
 
     at: None = option(None, "")
     parts: Sequence[Config] = option((), "the reductions")

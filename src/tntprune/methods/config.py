@@ -41,6 +41,7 @@ class Config:
 
     method: ClassVar[str]  # its name, in small letters
     title: ClassVar[str] = ""  # its name in tables and figures; the same if not given
+    untimed: ClassVar[str] = ""  # why its time cannot be predicted from its numbers of tokens, as a sentence's end
     usual: ClassVar[float] = 0.5  # the share that stays where nothing is said
     everywhere: ClassVar[bool] = False  # whether at=None has a meaning
     listed: ClassVar[tuple[str, ...]] = ("keep", "tokens")  # options with one value, or one for each location

@@ -41,6 +41,7 @@ class EvoViT(Config):
 
     method = "evovit"
     title = "Evo-ViT"
+    untimed = "is not what its counts say: it brings tokens back"
 
     at: int | Sequence[int] | None = option((4, 8), "block or blocks after which tokens are divided anew")
     mix: float = option(0.5, "share of the earlier global attention in the new one")

@@ -14,6 +14,7 @@ GROUP = "tntprune.methods"  # the entry points that name modules which register 
 METHODS: dict[str, type[Config]] = {}
 _MODULES: dict[type[Config], type[Method]] = {}
 _LOADED: set[str] = set()  # entry points that were imported, or failed to be
+_PACKAGES: dict[str, str] = {}  # the package of each module that an entry point names
 
 
 def register_method(config: type[Config], method: type[Method]) -> None:
@@ -60,10 +61,11 @@ def all_methods() -> dict[str, type[Config]]:
         if entry.value in _LOADED:
             continue
         _LOADED.add(entry.value)
+        package = entry.dist.name if entry.dist else entry.value
+        _PACKAGES[entry.module.split(".")[0]] = package
         try:
             entry.load()
         except Exception as error:  # whatever somebody else's code raises
-            package = entry.dist.name if entry.dist else entry.value
             warnings.warn(f"the methods of the package {package} cannot be used ({error})", UserNote, stacklevel=2)
     return METHODS
 
@@ -85,7 +87,10 @@ def find_method(name: str, package: str = "") -> type[Config]:
                 f"method {name!r} comes from the package {package}, which is not installed here; install it with: "
                 f"pip install {package}"
             )
-        raise UsageError(f"unknown method {name!r}; expected one of {', '.join(sorted(known))}")
+        raise UsageError(
+            f"unknown method {name!r}; expected one of {', '.join(sorted(known))}, or one that was registered "
+            "before, with tntprune.register_method"
+        )
     return known[name]
 
 
@@ -112,8 +117,10 @@ def obstacle_to(kind: type[Config], layout: Layout, config: Config | None = None
 def package_of(config: type[Config]) -> str:
     """Return the package that a method comes from; "" for the library's own and for a program's."""
     module = config.__module__.split(".")[0]
-    names = [] if module in ("tntprune", "__main__") else packages_distributions().get(module, [])
-    return names[0] if names else ""
+    if module in ("tntprune", "__main__"):
+        return ""
+    all_methods()
+    return _PACKAGES.get(module) or next(iter(packages_distributions().get(module, [])), "")
 
 
 def _full(kind: type[Any]) -> str:

@@ -67,9 +67,8 @@ def measure_latency(
     """
     if not seconds > 0:
         raise UsageError(f"seconds={seconds}: expected a number above 0")
-    odd = {"evovit": "is not what its counts say: it brings tokens back", "combination": "is that of several methods"}
-    if config.variable or config.method in odd:
-        why = odd.get(config.method, "differs from image to image")
+    if config.variable or config.untimed:
+        why = config.untimed or "differs from image to image"
         raise UserError(f"the number of tokens of {config.method} {why}; expected one method that drops or merges")
     turns = _Turns(model, batch_size, dtype, progress)
     layout = find_backbone(turns.base).layout(turns.base)
