@@ -53,7 +53,8 @@ def test_the_demo_does_the_whole_job(tmp_path, capsys, monkeypatch, whole):
     keep, methods = (demo.KEEP, dict(demo.METHODS)) if whole else ((16, 6), {})
     if not whole:
         methods = {name: demo.METHODS[name] for name in ("TNT", "random drop")}
-        for name, value in (("KEEP", keep), ("SHOWN", keep[:1]), ("METHODS", methods)):
+        training = {"TNT": {"epochs": 1}}
+        for name, value in (("KEEP", keep), ("SHOWN", keep[:1]), ("METHODS", methods), ("TRAINING", training)):
             monkeypatch.setattr(demo, name, value)
     assert main(["demo", "--out", str(tmp_path / "demo"), "--json"]) == 0
     out, err = capsys.readouterr()

@@ -53,7 +53,7 @@ WHOLE = b"".join(row(number).to_json().encode() + b"\n" for number in range(3))
 ENDS = [place + 1 for place, byte in enumerate(WHOLE) if byte == 10]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cut=st.integers(0, len(WHOLE)), zeros=st.sampled_from([0, 1, 100]))
 def test_cut_anywhere_nothing_finished_is_lost_and_nothing_is_there_twice(tmp_path_factory, cut, zeros):
     results = ResultsFile(tmp_path_factory.mktemp("cut") / "results.jsonl")

@@ -163,7 +163,7 @@ def test_rows_are_those_of_evaluate_one_by_one(home, straight):
     assert straight[-1].agreeing < 21 and straight[-1].name == "tuned" and straight[-1].scheme == "multi"
 
 
-@pytest.mark.parametrize("options", [{"together": 1}, {"together": 3}, {"together": 50, "workers": 2}])
+@pytest.mark.parametrize("options", [{"together": 3}, {"together": 50, "workers": 2}])
 def test_how_they_are_grouped_and_read_does_not_matter(home, run, straight, options):
     assert same(run(requests_of(home), **options), straight)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from importlib.metadata import entry_points, packages_distributions
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points, packages_distributions
 from typing import Any
 
 from tntprune.errors import UsageError, UserNote
@@ -57,7 +58,7 @@ def all_methods() -> dict[str, type[Config]]:
     Warns:
         UserNote: an installed package's method cannot be imported.
     """
-    for entry in entry_points(group=GROUP):
+    for entry in _entries():
         if entry.value in _LOADED:
             continue
         _LOADED.add(entry.value)
@@ -68,6 +69,12 @@ def all_methods() -> dict[str, type[Config]]:
         except Exception as error:  # whatever somebody else's code raises
             warnings.warn(f"the methods of the package {package} cannot be used ({error})", UserNote, stacklevel=2)
     return METHODS
+
+
+@cache
+def _entries() -> tuple[EntryPoint, ...]:
+    """Return the entry points of installed packages, which take long to find."""
+    return tuple(entry_points(group=GROUP))
 
 
 def find_method(name: str, package: str = "") -> type[Config]:

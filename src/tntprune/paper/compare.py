@@ -21,13 +21,7 @@ SURE = 2  # standard errors beyond which a difference is no chance
 
 @dataclass(frozen=True)
 class Measured:
-    """A setting of the plan and what was measured of it.
-
-    Args:
-        entry: What was asked for.
-        row: What was measured.
-        base: The same of the unpruned model that the setting was put on.
-    """
+    """A setting of the plan, what was measured of it, and the same of the unpruned model that it was put on."""
 
     entry: Entry
     row: ResultRow

@@ -88,7 +88,7 @@ def estimate(
         plan: What is to be run.
         trainings: What is to be trained before.
         device: Where.
-        precision: Of the forward pass: "fp32", "bf16" or "fp16".
+        precision: Of the forward pass.
         images: To evaluate.
         photos: To train on.
         speed: Whether times are taken as well.
@@ -154,15 +154,7 @@ def dry_run(
 ) -> tuple[dict[str, Any], str]:
     """Return the plan as JSON values, and as text for a person.
 
-    Args:
-        plan: What would be run.
-        data: Photos to evaluate; ImageNet's 50,000 are counted without.
-        train_data: Photos to train on; ImageNet's 1,281,167 are counted without.
-        recipe: See `tntprune.paper.trainings.recipe`.
-        limit: Photos to evaluate at most.
-        device: Where.
-        precision: Of the forward pass.
-        speed: Whether times would be taken.
+    Without `data` and `train_data` the photos of ImageNet are counted, 50,000 and 1,281,167.
     """
     trainings = planned_trainings(plan, recipe)
     images, photos = (

@@ -38,14 +38,7 @@ DROPS = (
 
 @dataclass(frozen=True)
 class About:
-    """How the figures came about.
-
-    Args:
-        command: That made them.
-        recipe: "published" or "short".
-        trainings: Seconds of each, by name.
-        results: Where the rows are.
-    """
+    """How the figures came about: the command, the recipe, seconds of each training, and where the rows are."""
 
     command: str
     recipe: str
@@ -186,24 +179,23 @@ def main_tables(measured: Sequence[Measured]) -> list[tuple[str, Table]]:
 
 def row_tables(measured: Sequence[Measured]) -> list[tuple[str, Table]]:
     """Return the tables of the paper's appendix."""
-    found = []
-    for backbone in backbones_of(measured):
-        for scheme, words in SCHEMES.items():
-            for regime, own in REGIMES.items():
-                rows = [one for one in of_table(measured, backbone, scheme) if one.entry.row["regime"] == regime]
-                if rows:
-                    found.append((f"{backbone}, {words}, {own}", tables.side_by_side(rows)))
-    return found
+    return [
+        (f"{backbone}, {words}, {own}", tables.side_by_side(rows))
+        for backbone in backbones_of(measured)
+        for scheme, words in SCHEMES.items()
+        for regime, own in REGIMES.items()
+        if (rows := [one for one in of_table(measured, backbone, scheme) if one.entry.row["regime"] == regime])
+    ]
 
 
 def ablations(measured: Sequence[Measured]) -> list[tuple[str, Table]]:
     """Return the ablation table, by backbone and scheme."""
-    found = []
-    for backbone in backbones_of(measured):
-        for scheme, words in SCHEMES.items():
-            if rows := [one for one in of_table(measured, backbone, "ablation") if one.entry.scheme == scheme]:
-                found.append((f"{backbone}, {words}", tables.side_by_side(rows)))
-    return found
+    return [
+        (f"{backbone}, {words}", tables.side_by_side(rows))
+        for backbone in backbones_of(measured)
+        for scheme, words in SCHEMES.items()
+        if (rows := [one for one in of_table(measured, backbone, "ablation") if one.entry.scheme == scheme])
+    ]
 
 
 def sections(plan: PaperPlan, measured: Sequence[Measured]) -> list[tuple[str, str]]:

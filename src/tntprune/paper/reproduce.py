@@ -30,25 +30,12 @@ SHOWN = 4  # photos in a figure of token maps
 
 @dataclass(frozen=True)
 class Options:
-    """How a plan is carried out.
+    """How a plan is carried out: the flags of `tntprune paper`, whose help says what each is.
 
     Args:
-        data: Photos to evaluate, in class folders.
-        train_data: Photos to train on; None where everything is trained already.
-        out: Where everything goes.
-        recipe: "published" or "short".
+        train_data: None where everything is trained already.
         trainings: Where trainings lie; None is a folder in `out`.
         weights: Files by model; the Hub is asked for others.
-        photos: For the token maps; none takes some of `data`.
-        limit: Photos to evaluate at most.
-        speed: Measure images/s and memory as well.
-        precision: Of the forward passes.
-        batch_size: Images at a time.
-        together: Settings for which photos are read once.
-        on_bad_image: "error", or "skip" one that cannot be read.
-        device: Where.
-        workers: Processes that read photos.
-        seed: Of the trainings.
         parts: That a training's batches are worked through in.
         command: That was given, for the pages.
     """

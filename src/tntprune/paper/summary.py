@@ -14,13 +14,7 @@ from tntprune.report.groups import SCHEMES
 
 
 def summary(plan: PaperPlan, measured: Sequence[Measured], files: dict[str, str]) -> tuple[dict[str, Any], str]:
-    """Return what was found as JSON values, and as text for a person.
-
-    Args:
-        plan: What was asked for.
-        measured: What was measured.
-        files: What was written where.
-    """
+    """Return what was found, and the files that were written, as JSON values and as text for a person."""
     found = agreements(measured)
     lines = [
         f"{one.entry.model}, unpruned: {one.row.top1:.2f} % of {one.row.images} photos"

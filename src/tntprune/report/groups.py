@@ -66,9 +66,9 @@ class Group:
     backbones: tuple[BackboneRows, ...]
 
     @property
-    def schemes(self) -> list[str]:
+    def schemes(self) -> tuple[str, ...]:
         """Those of which there are rows."""
-        return [scheme for scheme in SCHEMES if any(backbone.lines(scheme) for backbone in self.backbones)]
+        return tuple(scheme for scheme in SCHEMES if any(backbone.lines(scheme) for backbone in self.backbones))
 
 
 def grouped(rows: Iterable[ResultRow]) -> list[Group]:

@@ -42,12 +42,12 @@ def of_methods(text: str, at: Sequence[str], rates: Sequence[str]) -> list[Confi
 def of_reducer(
     text: str, at: Sequence[str], rates: Sequence[str], model: nn.Module | None = None
 ) -> tuple[Path | str, list[Config | None]]:
-    """Read a saved reduction, and list its settings.
+    """Read a saved reduction, and list its settings; see `of_methods`.
 
     Args:
         text: The folder, or "pretrained", and options to change behind it: "runs/tnt similar=40".
-        at: See `of_methods`.
-        rates: See `of_methods`.
+        at: Locations.
+        rates: Shares that stay.
         model: The model, with weights or without; only "pretrained" needs it.
 
     Returns:

@@ -21,12 +21,7 @@ from tntprune.system.precision import Precision, autocast
 
 @dataclass
 class Counted:
-    """What was counted of one setting.
-
-    Args:
-        tally: Of the setting itself.
-        agreeing: Images on which its first guess is that of the unpruned model.
-    """
+    """What was counted of one setting; on `agreeing` images its first guess is that of the unpruned model."""
 
     tally: Tally
     agreeing: int = 0
@@ -46,7 +41,7 @@ def accuracy(
     Args:
         base: The unpruned model.
         models: The settings; the unpruned model itself may be one of them.
-        batches: Photos, each batch once.
+        batches: Photos.
         precision: Of the forward passes.
         on_bad_image: Whether one that cannot be read is an error.
         seen: Told how many photos each batch had.
@@ -84,14 +79,7 @@ def accuracy(
 
 
 class Speed(NamedTuple):
-    """How fast one setting is.
-
-    Args:
-        images_per_s: From the median round.
-        speedup: Times as fast as the unpruned model, the median over the rounds.
-        peak_mib: Memory that a pass needs beside weights and images; None where it cannot be told.
-        busy: Processors that other programs used meanwhile; None where it cannot be told.
-    """
+    """How fast one setting is, as in `ResultRow`; None is what cannot be told."""
 
     images_per_s: float
     speedup: float

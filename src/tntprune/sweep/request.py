@@ -41,12 +41,7 @@ class SweepRequest:
 
 
 def name_of(config: Config | None, tuned: bool = False) -> str:
-    """Return what tables call a setting that has no name of its own.
-
-    Args:
-        config: What removes tokens, or None.
-        tuned: Whether the model was trained with it.
-    """
+    """Return what tables call a setting that has no name of its own; `tuned`: the model was trained with it."""
     if config is None:
         return "unpruned"
     if tuned:
@@ -109,10 +104,7 @@ class TrainedReducer:
         return {name: getattr(config, name) for name, entry in own.items() if not entry.metadata["learned"]}
 
     def check(self, shape: nn.Module) -> None:
-        """Refuse a reduction that was made for another model.
-
-        Args:
-            shape: The model, with weights or without.
+        """Refuse a reduction that was made for another model than this one, with weights or without.
 
         Raises:
             UserError: it does not fit.
