@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +23,18 @@ from tntprune.system.storage import read_metadata, read_weights
 from tntprune.training.runs import Stopped
 
 
-@pytest.fixture
-def stopped(tmp_path):
-    source = signalled(5)
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    source, out = signalled(5), tmp_path_factory.mktemp("interrupted")
     source.digest = source.source.digest
     with pytest.raises(Stopped):
-        run(tmp_path / "run", source)
-    return tmp_path / "run"
+        run(out, source)
+    return out
+
+
+@pytest.fixture
+def stopped(tmp_path, interrupted):
+    return shutil.copytree(interrupted, tmp_path / "run")
 
 
 def retold(folder: Path, **entries: str | None) -> None:
