@@ -42,7 +42,7 @@ $(READY): pyproject.toml
 
 # The oldest versions that pyproject.toml claims, on the oldest Python.
 OLDEST := torch==2.10.0 timm==1.0.27 numpy==1.26.4 pillow==11.0.0 safetensors==0.5.0 tqdm==4.66.0 tyro==1.0.0 \
-	filelock==3.15.1 jinja2==3.1.0
+	filelock==3.20.1 jinja2==3.1.0
 OLDEST_PYTHON ?= python3.10
 
 test-oldest:

@@ -27,16 +27,16 @@ def _one(rank: int, size: int, port: int, work: Any, arguments: tuple[Any, ...])
     torch.set_num_threads(1)
     from tntprune.system.distributed import join
 
-    world = join("cpu")
+    group = join("cpu")
     try:
-        work(world, *arguments)
+        work(group, *arguments)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
 def start(size: int, work: Any, *arguments: Any) -> list[Any]:
-    """Run `work(world, *arguments)` in so many processes, which are given back as soon as they have started."""
+    """Run `work(group, *arguments)` in so many processes, which are given back as soon as they have started."""
     port = free_port()
     started = [processes.Process(target=_one, args=(rank, size, port, work, arguments)) for rank in range(size)]
     for process in started:
@@ -45,7 +45,7 @@ def start(size: int, work: Any, *arguments: Any) -> list[Any]:
 
 
 def together(size: int, work: Any, *arguments: Any) -> None:
-    """Run `work(world, *arguments)` in so many processes, and fail if one of them does."""
+    """Run `work(group, *arguments)` in so many processes, and fail if one of them does."""
     started = start(size, work, *arguments)
     for process in started:
         process.join(120)

@@ -64,16 +64,16 @@ def photos(tmp_path_factory):
     return root
 
 
-def train(world, photos, out, resume=False):
+def train(group, photos, out, resume=False):
     """Both the scorers and the model, with validation, averages and frequent checkpoints."""
     torch.set_num_threads(1)  # as in the process that is left alone: more add up in another order
     torch.manual_seed(0)
     model = VisionTransformer(img_size=16, patch_size=4, embed_dim=16, depth=3, num_heads=2, num_classes=7)
     reduce_(model, DynamicViT(at=(1, 2)))
-    validate = Validation(model, labelled_photos(photos, model), batch_size=3, workers=0, world=world)
+    validate = Validation(model, labelled_photos(photos, model), batch_size=3, workers=0, group=group)
     source = TensorSource(IMAGES, LABELS, 4, 0)
     resume = resume and any(out.glob("*.*"))  # it may have been killed before there was anything
-    train_run(model, source, TRAINING, out, resume=resume, save_every=2, validate=validate, world=world, progress=False)
+    train_run(model, source, TRAINING, out, resume=resume, save_every=2, validate=validate, group=group, progress=False)
 
 
 def outcome(out):
@@ -324,10 +324,10 @@ def test_what_is_half_written_does_not_pile_up(tmp_path, photos):
 # One of two processes
 
 
-def train_until_one_dies(world, photos, out, rank, phase):
-    if world.rank == rank:
+def train_until_one_dies(group, photos, out, rank, phase):
+    if group.rank == rank:
         PHASES[phase]()
-    train(world, photos, out)
+    train(group, photos, out)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from tntprune.sweep.grid import of_methods, of_reducer
 from tntprune.sweep.request import TrainedReducer, built, name_of, scheme_of
 from tntprune.sweep.results import ResultRow
 from tntprune.sweep.results_file import ResultsFile
-from tntprune.system.distributed import World
+from tntprune.system.distributed import ProcessGroup
 from tntprune.system.precision import autocast, exact_head_
 
 MODEL, SIZE = "test_vit", (64, 64)
@@ -455,7 +455,7 @@ def test_killed_again_and_again_it_ends_as_if_left_alone(home, straight, tmp_pat
     assert len(lines(out)) == 2 * len(rows)  # each once, and once more with its speed
 
 
-def one_of_two(world, home, out):
+def one_of_two(group, home, out):
     added, add = [], ResultsFile.add
 
     def adding(self, row):
@@ -463,9 +463,9 @@ def one_of_two(world, home, out):
         add(self, row)
 
     ResultsFile.add = adding
-    rows = sweep(requests_of(home), home / "photos", out, together=2, world=world, **options_of(home))
+    rows = sweep(requests_of(home), home / "photos", out, together=2, group=group, **options_of(home))
     told = {"rows": [row.to_json() for row in rows], "counted": added.count(False), "timed": added.count(True)}
-    out.with_name(f"{world.rank}.json").write_text(json.dumps(told))
+    out.with_name(f"{group.rank}.json").write_text(json.dumps(told))
 
 
 def test_two_processes_give_what_one_gives(home, straight, tmp_path):
@@ -480,7 +480,7 @@ def test_two_processes_give_what_one_gives(home, straight, tmp_path):
     assert same(sweep(requests_of(home), home / "photos", out, **options_of(home)), straight) and len(lines(out)) == 26
 
 
-class Beside(World):
+class Beside(ProcessGroup):
     """The main process of two, beside a stranger who fills the same file; what happens at each wait is a list."""
 
     def __init__(self, *happens):
@@ -508,8 +508,8 @@ def test_what_a_stranger_adds_meanwhile_does_not_change_who_does_what(run, tmp_p
     def add(*rows):
         return lambda: [file.add(row) for row in rows]
 
-    world = Beside(add(there[1], there[3]), add(), add(there[4]))  # the other's share, and one of the stranger's
-    assert same(run(asked, speed=True, rounds=3, world=world), there)
+    group = Beside(add(there[1], there[3]), add(), add(there[4]))  # the other's share, and one of the stranger's
+    assert same(run(asked, speed=True, rounds=3, group=group), there)
     assert [row.setting.key for row in lines(file.path)].count(there[5].setting.key) == 2  # counted, and timed
 
 

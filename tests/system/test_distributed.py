@@ -19,7 +19,7 @@ from tntprune.analysis.evaluate import evaluate
 from tntprune.data.batches import TensorSource
 from tntprune.data.folders import labelled_photos
 from tntprune.errors import UsageError, UserError
-from tntprune.system.distributed import ALONE, World
+from tntprune.system.distributed import ALONE, ProcessGroup
 from tntprune.system.storage import read_metadata, read_weights
 from tntprune.training import runs
 from tntprune.training.config import Training
@@ -36,11 +36,11 @@ CONFIGS = {
 TRAINING = Training(epochs=2, batch_size=8, micro_batches=2, lr=0.02, amp="none")
 
 
-def trained(world, out, name, training=TRAINING, source=None, resume=False, validate=None):
+def trained(group, out, name, training=TRAINING, source=None, resume=False, validate=None):
     """A training of six steps."""
     model = reduce_(make("plain"), CONFIGS[name])
     source = source or TensorSource(IMAGES, LABELS, 8, 0)
-    train_run(model, source, training, out, world=world, resume=resume, save_every=2, validate=validate, progress=False)
+    train_run(model, source, training, out, group=group, resume=resume, save_every=2, validate=validate, progress=False)
 
 
 def weights(out):
@@ -63,34 +63,34 @@ def same(a, b):
 
 def test_alone_is_a_world_of_one():
     assert ALONE.main and ALONE.share([1, 2, 3]) == [1, 2, 3] and ALONE.gather("a") == ["a"]
-    assert ALONE.device("cuda") == "cuda" and World(1, 4, 1).device("cuda") == "cuda:1"
-    assert World(1, 4, 1).device("cpu") == "cpu" and World(1, 4, 1).device("cuda:0") == "cuda:0"
-    assert World(1, 4).share(list(range(10))) == [1, 5, 9]
+    assert ALONE.device("cuda") == "cuda" and ProcessGroup(1, 4, 1).device("cuda") == "cuda:1"
+    assert ProcessGroup(1, 4, 1).device("cpu") == "cpu" and ProcessGroup(1, 4, 1).device("cuda:0") == "cuda:0"
+    assert ProcessGroup(1, 4).share(list(range(10))) == [1, 5, 9]
     with pytest.raises(UserError, match="no"):
         ALONE.agree(lambda: (_ for _ in ()).throw(UserError("no")))
 
 
-def talk(world, out):
-    assert world.size == 2 and world.main == (world.rank == 0)
-    big = torch.tensor([2**53 + 1 + world.rank, 3])
-    assert world.sum(big).tolist() == [2**54 + 3, 6] and big.tolist() == [2**53 + 1 + world.rank, 3]
-    assert world.gather(world.rank * 10) == [0, 10]
-    assert world.any(world.rank == 1) and not world.any(False)
-    assert world.agree(lambda: f"found by {world.rank}") == "found by 0"
+def talk(group, out):
+    assert group.size == 2 and group.main == (group.rank == 0)
+    big = torch.tensor([2**53 + 1 + group.rank, 3])
+    assert group.sum(big).tolist() == [2**54 + 3, 6] and big.tolist() == [2**53 + 1 + group.rank, 3]
+    assert group.gather(group.rank * 10) == [0, 10]
+    assert group.any(group.rank == 1) and not group.any(False)
+    assert group.agree(lambda: f"found by {group.rank}") == "found by 0"
     with pytest.raises(UserError, match="the main one's mistake"):
-        world.agree(lambda: (_ for _ in ()).throw(UserError("the main one's mistake")))
-    with pytest.raises(UserError, match=r"nothing in main") as caught, world.main_first():
-        raise UserError(f"nothing in {'main' if world.main else 'other'}")
-    assert caught.value.told == (not world.main)  # the user reads it once
-    with world.main_first():  # and they still go on together
-        (out / f"{world.rank}").write_text(str((out / "0").exists()))
-    world.wait()
+        group.agree(lambda: (_ for _ in ()).throw(UserError("the main one's mistake")))
+    with pytest.raises(UserError, match=r"nothing in main") as caught, group.main_first():
+        raise UserError(f"nothing in {'main' if group.main else 'other'}")
+    assert caught.value.told == (not group.main)  # the user reads it once
+    with group.main_first():  # and they still go on together
+        (out / f"{group.rank}").write_text(str((out / "0").exists()))
+    group.wait()
     (out / "run").mkdir(exist_ok=True)
     (out / "run" / "log.jsonl").write_text("{}")
     with pytest.raises(UsageError, match="holds a training already"):  # what the main one refuses ends all
-        trained(world, out / "run", "tnt")
-    if world.main:  # the other one ends
-        for call in (lambda: world.sum(torch.ones(1)), lambda: world.gather(1), world.wait):
+        trained(group, out / "run", "tnt")
+    if group.main:  # the other one ends
+        for call in (lambda: group.sum(torch.ones(1)), lambda: group.gather(1), group.wait):
             with pytest.raises(ConnectionError, match="ended with another process, which says why"):
                 call()
         (out / "told").touch()
@@ -106,10 +106,10 @@ def test_two_processes_talk_until_one_ends(tmp_path):
 JOINT = replace(TRAINING, backbone_lr=1e-3, clip=0.5, ema=0.9, drop_path=0.2, weight_decay=0.1)
 
 
-def train_each(world, out):
+def train_each(group, out):
     for name in CONFIGS:
-        trained(world, out / name, name)
-    trained(world, out / "joint", "dynamicvit", JOINT)
+        trained(group, out / name, name)
+    trained(group, out / "joint", "dynamicvit", JOINT)
 
 
 def test_two_processes_train_what_one_trains_bit_for_bit(tmp_path):
@@ -150,15 +150,15 @@ class Stopping(TensorSource):
             yield batch
 
 
-def interrupted(world, out, training=TRAINING):
+def interrupted(group, out, training=TRAINING):
     with pytest.raises(Stopped):
-        trained(world, out, "tnt", training, Stopping(IMAGES, LABELS, 8, 0))
+        trained(group, out, "tnt", training, Stopping(IMAGES, LABELS, 8, 0))
 
 
 OPEN = replace(TRAINING, micro_batches=None)
 
 
-def stop_and_go_on(world, root):
+def stop_and_go_on(group, root):
     """Trainings that are interrupted, and one that another number of processes began."""
 
     def slow(*given):
@@ -166,11 +166,11 @@ def stop_and_go_on(world, root):
         save_state(*given)
 
     runs.save_state = slow
-    interrupted(world, root / "from two")
+    interrupted(group, root / "from two")
     assert read_metadata(root / "from two" / STATE)["step"] == "4"
     runs.save_state = save_state
-    interrupted(world, root / "open", OPEN)
-    trained(world, root / "from one", "tnt", resume=True)
+    interrupted(group, root / "open", OPEN)
+    trained(group, root / "from one", "tnt", resume=True)
 
 
 def test_another_number_of_processes_goes_on(tmp_path):
@@ -191,10 +191,10 @@ def test_another_number_of_processes_goes_on(tmp_path):
 def test_parts_are_shared_evenly_or_refused():
     model = reduce_(make("plain"), CONFIGS["tnt"])
     with pytest.raises(UsageError, match="micro_batches=3: expected a multiple of the 2 processes"):
-        Trainer(model, Training(batch_size=9, micro_batches=3), 1, World(0, 2))
+        Trainer(model, Training(batch_size=9, micro_batches=3), 1, ProcessGroup(0, 2))
     with pytest.raises(UsageError, match="micro_batches=3: batch_size=8 is no multiple of it"):
         Training(batch_size=8, micro_batches=3)
-    share = Trainer(model, Training(batch_size=12, micro_batches=6), 1, World(1, 3)).share
+    share = Trainer(model, Training(batch_size=12, micro_batches=6), 1, ProcessGroup(1, 3)).share
     assert share == (6, (1, 4))
 
 
@@ -213,15 +213,15 @@ def folder(tmp_path_factory):
     return root
 
 
-def evaluated(world, folder, out):
+def evaluated(group, folder, out):
     for number, config in enumerate((TNT(at=2), ATS(at=(3, 4)))):
         model = make("plain")
         photos = labelled_photos(folder, model)
         found = evaluate(
-            reduce_(model, config), photos, batch_size=3, workers=0, on_bad_image="skip", world=world, progress=False
+            reduce_(model, config), photos, batch_size=3, workers=0, on_bad_image="skip", group=group, progress=False
         )
         figures = {name: value for name, value in found.to_dict().items() if name != "images_per_s"}
-        (out / f"{world.size}-{world.rank}-{number}.json").write_text(json.dumps([figures, found.bad]))
+        (out / f"{group.size}-{group.rank}-{number}.json").write_text(json.dumps([figures, found.bad]))
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(7, marks=pytest.mark.wide)])  # two more than there are batches

@@ -198,7 +198,7 @@ def full(photos, out, *more, epochs=3):
     )  # every augmentation
 
 
-def rank(world, arguments):
+def rank(group, arguments):
     import tntprune.cli.main  # in a process of its own
 
     assert tntprune.cli.main.main(arguments) == 0

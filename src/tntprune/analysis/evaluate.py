@@ -29,7 +29,7 @@ from tntprune.data.streams import Stream
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.checks import check_whole
 from tntprune.system.clock import wait
-from tntprune.system.distributed import ALONE, World
+from tntprune.system.distributed import ALONE, ProcessGroup
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 ORDER = (
@@ -143,9 +143,9 @@ class Tally:
         self.first, self.five = self.first + first, self.five + five
         return F.normalize(output.double(), dim=1) if self.embeds else guesses[:, 0]
 
-    def gather(self, world: World) -> None:
+    def gather(self, group: ProcessGroup) -> None:
         """Take in what the other processes have counted."""
-        found = world.gather((self.images, self.labelled, self.first, self.five, self.cost, self.entering, self.pace))
+        found = group.gather((self.images, self.labelled, self.first, self.five, self.cost, self.entering, self.pace))
         *counts, entering, pace = zip(*found, strict=True)
         self.images, self.labelled, self.first, self.five, self.cost = map(sum, counts)
         self.entering = [sum(block) for block in zip(*filter(None, entering), strict=True)]
@@ -175,7 +175,7 @@ def measure(
     bad: Sequence[str] = (),
     compare: bool = False,
     base: nn.Module | None = None,
-    world: World = ALONE,
+    group: ProcessGroup = ALONE,
 ) -> Evaluation:
     """Evaluate a model, reduced or not, in its present mode.
 
@@ -185,7 +185,7 @@ def measure(
         bad: One line per image that this process cannot read; they may come while the batches do.
         compare: Also give the unpruned model's figures; the two take turns in going first.
         base: The unpruned model, if it is not the same one without its reduction: before it was fine-tuned.
-        world: The processes whose counts are added up.
+        group: The processes whose counts are added up.
 
     Raises:
         UserError: there was no image at all, or an output is not finite.
@@ -203,9 +203,9 @@ def measure(
         a, b = found[own], found[unpruned]
         near.append(float((a * b).sum() if own.embeds else (a == b).sum()))
     for tally in dict.fromkeys((own, unpruned)):  # in the same order everywhere
-        tally.gather(world)
-    total = math.fsum(one for part in world.gather(near) for one in part)  # whatever the order
-    lines = tuple(line for part in world.gather(list(bad)) for line in part)
+        tally.gather(group)
+    total = math.fsum(one for part in group.gather(near) for one in part)  # whatever the order
+    lines = tuple(line for part in group.gather(list(bad)) for line in part)
     if own.images == 0:
         raise UserError(f"no image could be read, {len(lines)} were skipped; expected at least one")
     return Evaluation(
@@ -235,7 +235,7 @@ def evaluate(
     on_bad_image: Literal["error", "skip"] = "error",
     compare: bool = False,
     base: nn.Module | None = None,
-    world: World = ALONE,
+    group: ProcessGroup = ALONE,
     progress: bool = True,
 ) -> Evaluation:
     """Evaluate a model, reduced or not, on images with or without labels.
@@ -258,7 +258,7 @@ def evaluate(
         on_bad_image: "error" stops at the first photo that cannot be read; "skip" leaves it out and counts it.
         compare: Also give the unpruned model's figures; the two take turns in going first.
         base: The unpruned model, if it is not the same one without its reduction: before it was fine-tuned.
-        world: The processes that evaluate together, on photos; they share the batches.
+        group: The processes that evaluate together, on photos; they share the batches.
         progress: Show a bar.
 
     Returns:
@@ -282,7 +282,7 @@ def evaluate(
     if labels is not None and not isinstance(data, torch.Tensor):
         raise UsageError("labels go with a tensor of images; a loader gives its own, and a folder's are its subfolders")
     if isinstance(data, str | Path):
-        with world.main_first():
+        with group.main_first():
             data = open_photos(data, model, split=split, root=root, samples=samples, labelled=None)
     listed = isinstance(data, list) and all(isinstance(item, Photo) for item in data)
     if not (listed or isinstance(data, Stream | Listed | Packed | Chosen)):  # they are pixels, and no photos to read
@@ -297,10 +297,10 @@ def evaluate(
     bad: list[str] = []
     found = photo_batches(
         model, photos if limit is None else limited(photos, limit), batch_size, workers, progress,
-        bad=bad if on_bad_image == "skip" else None, world=world,
+        bad=bad if on_bad_image == "skip" else None, group=group,
         hint=" (or leave such images out with --on-bad-image skip)",
     )  # fmt: skip
-    return measure(model, found, bad, compare, base, world)
+    return measure(model, found, bad, compare, base, group)
 
 
 def _batches(model: nn.Module, data: Any, labels: torch.Tensor | None, batch_size: int) -> Iterator[Any]:
@@ -340,7 +340,7 @@ def photo_batches(
     progress: bool,
     *,
     bad: list[str] | None = None,
-    world: World = ALONE,
+    group: ProcessGroup = ALONE,
     hint: str = "",
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the images and labels of photos as a model takes them, in order, while other processes read the next ones.
@@ -352,7 +352,7 @@ def photo_batches(
         workers: Processes that read; None for half the processors.
         progress: Show a bar.
         bad: Gets one line for each photo that cannot be read, which is left out; None refuses such photos.
-        world: Processes that share the batches, which are those of a single process.
+        group: Processes that share the batches, which are those of a single process.
         hint: More to say of a photo that cannot be read.
 
     Raises:
@@ -361,8 +361,8 @@ def photo_batches(
     workers = default_workers() if workers is None else workers
     check_whole("workers", workers, 0)
     reader = Photos(photos, transform_for(model), input_mode(model))
-    loader = in_order(reader, batch_size, workers, world.rank, world.size, pin=device_of(model).type == "cuda")
-    with tqdm(total=len(photos), unit="image", desc="evaluating", disable=not progress or not world.main) as bar:
+    loader = in_order(reader, batch_size, workers, group.rank, group.size, pin=device_of(model).type == "cuda")
+    with tqdm(total=len(photos), unit="image", desc="evaluating", disable=not progress or not group.main) as bar:
         for batch in loader:
             if batch.bad and bad is None:
                 raise UserError(f"{batch.bad[0]}{hint}")
@@ -370,4 +370,4 @@ def photo_batches(
                 bad += batch.bad
             if len(batch.images):
                 yield batch.images, batch.labels
-            bar.update(min(len(photos) - bar.n, (len(batch.labels) + len(batch.bad)) * world.size))
+            bar.update(min(len(photos) - bar.n, (len(batch.labels) + len(batch.bad)) * group.size))

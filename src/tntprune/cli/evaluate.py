@@ -58,15 +58,15 @@ def evaluate(
     from tntprune.system.distributed import join
 
     torch.manual_seed(seed)
-    world = join(host.device)
-    loaded = host.load(model, world.device(host.device))
+    group = join(host.device)
+    loaded = host.load(model, group.device(host.device))
     before = copy.deepcopy(loaded) if reduction.reducer is not None else None  # it changes where it was trained too
     built = reduction.apply(loaded)
     found = run(
         built, data, limit=limit, batch_size=batch_size, workers=workers, on_bad_image=on_bad_image, compare=compare,
-        base=before, world=world, **vars(sources),
+        base=before, group=group, **vars(sources),
     )  # fmt: skip
-    if not world.main:
+    if not group.main:
         return 3 if found.skipped else 0
     for line in found.bad:
         warn(f"skipped {line}")

@@ -81,14 +81,14 @@ def paper(
     from tntprune.paper.summary import summary
     from tntprune.system.distributed import join
 
-    world = join(device)
+    group = join(device)
     options = Options(
         data, train_data, out, recipe, trainings, weights_of(weights, plan.models), photos, limit, speed, precision,
         batch_size, together, on_bad_image, device, workers, seed, micro_batches,
         shlex.join(["tntprune", *sys.argv[1:]]),
     )  # fmt: skip
-    measured = run(plan, options, world)
-    if world.main:
+    measured = run(plan, options, group)
+    if group.main:
         written = {name: str(out / name) for name in (RESULTS, PAGE, REPORT) if (out / name).exists()}
         told, text = summary(plan, measured, written)
         tell(json, told, text)

@@ -97,12 +97,12 @@ def sweep(
     if dry_run:
         _tell_plan(json, made, ResultsFile(out).rows())
         return 3 if made.left_out else 0
-    world = join(device)
+    group = join(device)
     rows = carry_out(
         made, out, device=device, workers=workers, together=together, speed=speed, rounds=rounds,
-        on_bad_image=on_bad_image, world=world,
+        on_bad_image=on_bad_image, group=group,
     )  # fmt: skip
-    if world.main:
+    if group.main:
         told = {"out": str(out), "rows": [_plain(row) for row in rows], "left_out": made.left_out}
         tell(json, told, _table(rows) + f"\n\n{len(rows)} rows in {out}")
     return 3 if made.left_out or any(row.skipped for row in rows) else 0

@@ -59,7 +59,7 @@ class RunFlags(Sources):
 
         over = self.resume and ended(given["out"]) is not None
         found = train_folder(built, recipe=recipe, about=about, **vars(self), **given)
-        if given["world"].main:
+        if given["group"].main:
             told = {**found._asdict(), "seconds": round(found.seconds, 1)}
             path = str(told.pop("path"))
             left = {"weights": path, "classes": about["classes"]} if "classes" in about else {"reducer": path}
@@ -128,8 +128,8 @@ def train(
     places = () if out.is_file() else (out, out / BEST, out / EMA)  # a file is told in other words
     for place, name in product(places, (FILE, WEIGHTS)):
         check_output(place / name, [host.weights, *files_of(reducer)])
-    world = join(host.device)
-    built = host.load(model, world.device(host.device))
+    group = join(host.device)
+    built = host.load(model, group.device(host.device))
     if tunes:
         built = reduction.apply(built)
         recipe = replace(recipe, config=reduction_of(built).config)
@@ -140,7 +140,7 @@ def train(
         about["img_size"] = list(host.img_size)
     if reducer is not None:
         about["reducer"] = str(Path(reducer).resolve()) if Path(reducer).exists() else reducer
-    return run.train(built, recipe, about, json, data=data, out=out, world=world)
+    return run.train(built, recipe, about, json, data=data, out=out, group=group)
 
 
 def _check(tunes: bool, reduction: Reduction, preset: str) -> None:
@@ -183,10 +183,10 @@ def pretrain(
     from tntprune.training.recipes import changed, scratch
 
     recipe = changed(scratch(), {**vars(training), "backbone_lr": vars(training)["lr"], "seed": seed})
-    world = join(device)
+    group = join(device)
     classes, names = classes_in(data, run.split, num_classes)
-    built = untrained(model, recipe, classes, world.device(device), img_size, names)
+    built = untrained(model, recipe, classes, group.device(device), img_size, names)
     about: dict[str, Any] = {"model": model, "classes": classes}
     if img_size is not None:
         about["img_size"] = list(img_size)
-    return run.train(built, recipe, about, json, data=data, out=out, backbone=True, world=world)
+    return run.train(built, recipe, about, json, data=data, out=out, backbone=True, group=group)

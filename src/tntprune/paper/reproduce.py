@@ -20,7 +20,7 @@ from tntprune.serialization.checkpoint import load_
 from tntprune.sweep import SweepRequest, carry_out, plan_sweep
 from tntprune.sweep.results import ResultRow
 from tntprune.sweep.sweep_photos import Listing
-from tntprune.system.distributed import ALONE, World
+from tntprune.system.distributed import ALONE, ProcessGroup
 from tntprune.system.precision import Precision
 from tntprune.system.storage import check_output, make_folder, write
 
@@ -65,7 +65,7 @@ class Options:
         return self.trainings or self.out / "trainings"
 
 
-def run(plan: PaperPlan, options: Options, world: World = ALONE, progress: bool = True) -> list[Measured]:
+def run(plan: PaperPlan, options: Options, group: ProcessGroup = ALONE, progress: bool = True) -> list[Measured]:
     """Train, measure, draw and write.
 
     Returns:
@@ -78,15 +78,15 @@ def run(plan: PaperPlan, options: Options, world: World = ALONE, progress: bool 
     _check(plan, options)
     for file in (RESULTS, PAGE, REPORT):
         check_output(options.out / file, [options.data, *options.weights.values(), *options.photos])
-    with world.main_first():
+    with group.main_first():
         make_folder(options.out)
-    train(plan, options, world, progress and world.main)
-    measured = _measure(plan, options, world, progress) if plan.all else []
-    if world.main:
-        maps = draw_maps(plan.maps, options, world.device(options.device))
+    train(plan, options, group, progress and group.main)
+    measured = _measure(plan, options, group, progress) if plan.all else []
+    if group.main:
+        maps = draw_maps(plan.maps, options, group.device(options.device))
         about = page.About(options.command, options.recipe, spent(plan, options.trainings_folder), RESULTS)
         write_pages(plan, measured, maps, about, options.out)
-    world.wait()
+    group.wait()
     return measured
 
 
@@ -104,7 +104,7 @@ def _check(plan: PaperPlan, options: Options) -> None:
     Listing(options.data, shape_of(first, weights=options.weights.get(first)), options.limit)
 
 
-def _measure(plan: PaperPlan, options: Options, world: World, progress: bool) -> list[Measured]:
+def _measure(plan: PaperPlan, options: Options, group: ProcessGroup, progress: bool) -> list[Measured]:
     requests = [
         SweepRequest(
             entry.model, entry.config,
@@ -120,7 +120,7 @@ def _measure(plan: PaperPlan, options: Options, world: World, progress: bool) ->
         raise UserError(f"a setting cannot be measured: {made.left_out[0]}")
     rows = carry_out(
         made, options.out / RESULTS, device=options.device, workers=options.workers, together=options.together,
-        speed=options.speed, on_bad_image=options.on_bad_image, world=world, progress=progress,
+        speed=options.speed, on_bad_image=options.on_bad_image, group=group, progress=progress,
     )  # fmt: skip
     found = {id(planned.request): row for planned, row in zip(made.settings, rows, strict=True)}
     return join(plan, {entry.run: found[id(asked)] for entry, asked in zip(plan.runs, requests, strict=True)})

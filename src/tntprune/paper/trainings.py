@@ -13,7 +13,7 @@ from tntprune.training.run_folder import LOG, read_log
 
 if TYPE_CHECKING:
     from tntprune.paper.reproduce import Options
-    from tntprune.system.distributed import World
+    from tntprune.system.distributed import ProcessGroup
     from tntprune.training.recipes import Recipe
 
 RecipeName = Literal["published", "short"]
@@ -69,7 +69,7 @@ def folder(trainings: Path, model: str, name: str) -> Path:
     return trainings / f"{model}-{name}"
 
 
-def train(plan: PaperPlan, options: Options, world: World, progress: bool = True) -> None:
+def train(plan: PaperPlan, options: Options, group: ProcessGroup, progress: bool = True) -> None:
     """Train what a plan needs and what is not there yet; a training that was interrupted goes on.
 
     Raises:
@@ -95,7 +95,7 @@ def train(plan: PaperPlan, options: Options, world: World, progress: bool = True
                 f"{out}: trained with the {before} recipe, given --recipe {kind}; expected --recipe {before}, or other "
                 "--out or --trainings"
             )
-    missing, begun = world.gather((missing, begun))[0]  # as the main process found it, before any began
+    missing, begun = group.gather((missing, begun))[0]  # as the main process found it, before any began
     if missing and data is None:
         which = ", ".join(out.name for out in missing.values())
         raise UsageError(f"{which}: to be trained first; expected --train-data DIR, or --trainings DIR with them in it")
@@ -103,10 +103,10 @@ def train(plan: PaperPlan, options: Options, world: World, progress: bool = True
         if progress:
             tqdm.write(f"training {name} on {model}, {number} of {len(missing)}: {out}", file=sys.stderr)
         chosen = recipe(name, kind, options.seed, options.parts)
-        reduced = reduce_(load_model(model, options.weights.get(model), world.device(options.device)), chosen.config)
+        reduced = reduce_(load_model(model, options.weights.get(model), group.device(options.device)), chosen.config)
         assert data is not None
         train_folder(
-            reduced, data, out, chosen, world=world, workers=options.workers, resume=(model, name) in begun,
+            reduced, data, out, chosen, group=group, workers=options.workers, resume=(model, name) in begun,
             about={"model": model, "recipe": kind}, progress=progress,
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from tntprune.sweep.measure import Counted, accuracy, speeds
 from tntprune.sweep.planning import PlannedSetting, SweepPlan, SweptModel
 from tntprune.sweep.results import ResultRow
 from tntprune.sweep.results_file import ResultsFile
-from tntprune.system.distributed import ALONE, World
+from tntprune.system.distributed import ALONE, ProcessGroup
 from tntprune.system.environment import surroundings
 from tntprune.system.messages import warn
 
@@ -36,7 +36,7 @@ def carry_out(
     speed: bool = True,
     rounds: int = 10,
     on_bad_image: Literal["error", "skip"] = "error",
-    world: World = ALONE,
+    group: ProcessGroup = ALONE,
     progress: bool = True,
 ) -> list[ResultRow]:
     """Measure what a plan says and a results file does not have yet, and add a line to it for each.
@@ -52,7 +52,7 @@ def carry_out(
         speed: Time each setting in turns with the unpruned model. Rows that lack it are completed.
         rounds: How often each is timed, at least 3.
         on_bad_image: "error" stops at a photo that cannot be read; "skip" leaves it out and counts it.
-        world: The processes that share the settings.
+        group: The processes that share the settings.
         progress: Show a bar.
 
     Returns:
@@ -67,18 +67,18 @@ def carry_out(
         check_whole(name, value, least)
     file = ResultsFile(out)
     file.prepare()
-    if world.main:
+    if group.main:
         for line in plan.left_out:
             warn(f"left out: {line}")
     # the same ones in all processes, although some may be writing already
-    there = world.gather(file.rows() if world.main else {})[0]
+    there = group.gather(file.rows() if group.main else {})[0]
     runner = _Runner(
-        plan, file, there, world.device(device), workers, together, speed, rounds, on_bad_image, world,
-        progress and world.main, set(),
+        plan, file, there, group.device(device), workers, together, speed, rounds, on_bad_image, group,
+        progress and group.main, set(),
     )  # fmt: skip
     for swept in plan.models:
         runner.run(swept)
-    world.wait()
+    group.wait()
     rows = file.rows()
     return [replace(rows[one.key], name=one.name, scheme=one.scheme) for one in plan.settings]
 
@@ -96,7 +96,7 @@ class _Runner:
     speed: bool
     rounds: int
     on_bad_image: Literal["error", "skip"]
-    world: World
+    group: ProcessGroup
     progress: bool
     told: set[str]
 
@@ -105,8 +105,8 @@ class _Runner:
         missing = {one.key for one in swept.settings if one.key not in self.rows}
         slow = {one.key for one in swept.settings if self.speed and self._lacks_speed(one)}
         # on a processor that all share, the main process takes the times when the others have ended
-        alone = self.world.size == 1 or torch.device(self.device).type != "cpu"
-        mine = self.world.share([one for one in swept.settings if one.key in missing or (alone and one.key in slow)])
+        alone = self.group.size == 1 or torch.device(self.device).type != "cpu"
+        mine = self.group.share([one for one in swept.settings if one.key in missing or (alone and one.key in slow)])
         host = Host(self.plan, swept, self.device, self.workers)
         counted, timed = (sum(one.key in lacking for one in mine) for lacking in (missing, slow))
         total, unit, desc = counted * len(swept.photos), "image", swept.name
@@ -119,14 +119,14 @@ class _Runner:
                     if alone:
                         self._time(host, group, models, bar)
             if slow and not alone:
-                self.world.wait()
-                if self.world.main:
+                self.group.wait()
+                if self.group.main:
                     now = self.file.rows()
                     self.rows |= {one.key: now[one.key] for one in swept.settings}  # of other models: what all know
                     for group in self._groups([one for one in swept.settings if one.key in slow]):
                         with host.models(group) as models:
                             self._time(host, group, models, bar)
-                self.world.wait()
+                self.group.wait()
 
     def _groups(self, settings: Sequence[PlannedSetting]) -> Iterator[Sequence[PlannedSetting]]:
         for first in range(0, len(settings), self.together):

@@ -27,7 +27,7 @@ def _others() -> Iterator[None]:
         raise ConnectionError(f"ended with another process, which says why ({reason[:200]})") from None
 
 
-class World:
+class ProcessGroup:
     """One process among those that work together.
 
     Args:
@@ -115,10 +115,10 @@ class World:
             yield
 
 
-ALONE = World()
+ALONE = ProcessGroup()
 
 
-def join(device: str = "cpu") -> World:
+def join(device: str = "cpu") -> ProcessGroup:
     """Join the processes that torchrun or accelerate launch started, on "cpu", "cuda" or "mps", or be alone.
 
     Raises:
@@ -141,7 +141,7 @@ def join(device: str = "cpu") -> World:
         raise UserError("several processes need accelerate; install it with: pip install 'tntprune[train]'") from None
     # over gloo on CPU and nccl on CUDA; one that has done its share may wait for long
     state = PartialState(cpu=device.split(":")[0] == "cpu", timeout=PATIENCE)
-    return World(state.process_index, state.num_processes, state.local_process_index)
+    return ProcessGroup(state.process_index, state.num_processes, state.local_process_index)
 
 
 def count_of(name: str, least: int = 1, most: int = MOST) -> int:

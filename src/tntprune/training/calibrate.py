@@ -21,7 +21,7 @@ from tntprune.data.datasets import open_photos
 from tntprune.data.folders import Photos, default_workers, input_mode, transform_for
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.checks import check_whole
-from tntprune.system.distributed import ALONE, World
+from tntprune.system.distributed import ALONE, ProcessGroup
 from tntprune.training.config import Training
 from tntprune.training.learning import learning, weights_of
 from tntprune.training.recipes import Recipe
@@ -38,7 +38,7 @@ def fit(
     trainer: Trainer | None = None,
     after: Callable[[int, float, Trainer], None] | None = None,
     progress: bool = True,
-    world: World = ALONE,
+    group: ProcessGroup = ALONE,
 ) -> None:
     """Train a reduced model from step `first` to the end.
 
@@ -50,7 +50,7 @@ def fit(
         trainer: With the state of those steps; made here if not given.
         after: Called after each step with its number from 1, its loss and the trainer.
         progress: Show a bar with the loss and the time left.
-        world: The processes that train together.
+        group: The processes that train together.
 
     Raises:
         UserError: the images cannot be used, or the loss is not finite; what the reduction had learned before the
@@ -74,9 +74,9 @@ def fit(
     ):
         # a shuffling loader of the user's draws its order before the first step
         torch.default_generator.manual_seed(training.seed)
-        trainer = trainer or Trainer(model, training, total, world)
+        trainer = trainer or Trainer(model, training, total, group)
         average, parts = math.nan, source.batches(first, total, trainer.share)
-        hidden = not (progress and world.main)
+        hidden = not (progress and group.main)
         with tqdm(total=total, initial=first, unit="step", disable=hidden, desc="training") as bar:
             for number in range(first, total):
                 try:

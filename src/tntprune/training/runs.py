@@ -24,7 +24,7 @@ from tntprune.methods import to_dict
 from tntprune.methods.checks import check_whole
 from tntprune.serialization.checkpoint import FILE, WEIGHTS, save, save_weights
 from tntprune.serialization.fingerprint import digest_of
-from tntprune.system.distributed import ALONE, World
+from tntprune.system.distributed import ALONE, ProcessGroup
 from tntprune.system.interrupts import interrupts
 from tntprune.system.storage import make_folder
 from tntprune.training.calibrate import fit, photo_source
@@ -97,7 +97,7 @@ def train_folder(
     samples: int | None = None,
     workers: int | None = None,
     about: dict[str, Any] | None = None,
-    world: World = ALONE,
+    group: ProcessGroup = ALONE,
     **options: Any,
 ) -> Trained:
     """Train a reduced model on a folder of photos, in a folder of its own.
@@ -115,7 +115,7 @@ def train_folder(
         samples: How many photos a stream to train on has.
         workers: Processes that read photos.
         about: What else has to be the same in a resumed training, such as the model's name.
-        world: The processes that train together.
+        group: The processes that train together.
         **options: Of `train_run`: resume, save_every, backbone, tensorboard, progress.
 
     Raises:
@@ -125,7 +125,7 @@ def train_folder(
     workers = default_workers() if workers is None else workers
     check_whole("workers", workers, 0)
     training = recipe.training.on(device_of(model))
-    with world.main_first():  # what has to be fetched is fetched once
+    with group.main_first():  # what has to be fetched is fetched once
         labelled = weights_of(model, training)[0] > 0
         source = photo_source(model, data, recipe, labelled, workers, split=split, root=root, samples=samples)
         photos = None if val is None else open_photos(val, model, split=val_split, root=root)
@@ -139,12 +139,12 @@ def train_folder(
         "augmentation": asdict(recipe.augmentation),
     }
     looked = {"data_digest": (data, source.photos.photos), "val_digest": (val or "", photos)}
-    told |= world.agree(
+    told |= group.agree(
         lambda: {name: one.digest(Path(place)) for name, (place, one) in looked.items() if isinstance(one, Packed)}
     )
     path = train_run(
-        model, source, training, out, about={**(about or {}), **told}, world=world,
-        validate=None if photos is None else Validation(model, photos, workers=workers, world=world), **options,
+        model, source, training, out, about={**(about or {}), **told}, group=group,
+        validate=None if photos is None else Validation(model, photos, workers=workers, group=group), **options,
     )  # fmt: skip
     lines = read_log(out)
     validated = [line for line in lines if "top1" in line]
@@ -173,7 +173,7 @@ def train_run(
     validate: Callable[[], dict[str, float]] | None = None,
     backbone: bool = False,
     tensorboard: bool = False,
-    world: World = ALONE,
+    group: ProcessGroup = ALONE,
     progress: bool = True,
 ) -> Path:
     """Train a reduced model's scorers, and leave `reducer.safetensors` and `log.jsonl` in a folder.
@@ -196,7 +196,7 @@ def train_run(
         backbone: The model alone is what is trained, under a reduction that removes nothing; `model.safetensors` is
             left then, and no reduction. See `pretraining.untrained`.
         tensorboard: Also log for TensorBoard, in the folder `tensorboard`.
-        world: The processes that train together.
+        group: The processes that train together.
         progress: Show a bar.
 
     Returns:
@@ -212,25 +212,25 @@ def train_run(
     told = {"training": asdict(training), **(about or {})}
     if not backbone:
         told["reduction"] = to_dict(reduction_of(model).config)
-    told |= world.agree(lambda: _digests(model, source, training, backbone))
+    told |= group.agree(lambda: _digests(model, source, training, backbone))
     options: dict[str, Any] = json.loads(json.dumps(told))
-    first, before = world.agree(lambda: find_start(out, resume, options))
+    first, before = group.agree(lambda: find_start(out, resume, options))
     held = before.get("training", {})  # what was decided at the start holds
     if training.micro_batches is None:
         training = replace(training, micro_batches=held.get("micro_batches"))
     if training.epochs is None:
         epochs = training.passes(source.per_epoch, reduction_of(model).learners)
         training = replace(training, epochs=held.get("epochs", epochs))
-    training = training.among(world.size)
+    training = training.among(group.size)
     options["training"] |= {"micro_batches": training.micro_batches, "epochs": training.epochs}
     run = None
     if first is not None:  # what is wrong is told before a folder is made
         total = training.passes(source.per_epoch) * source.per_epoch
-        trainer = Trainer(model, training, total, world)
+        trainer = Trainer(model, training, total, group)
         if first >= total:
             raise UserError(f"{out / STATE}: broken (step is {first}, of {total} in all); {AGAIN}")
         source.check(trainer.share)
-        run = _Run(model, source, training, out, options, world, validate, backbone, trainer, {})
+        run = _Run(model, source, training, out, options, group, validate, backbone, trainer, {})
     with ExitStack() as stack:
 
         def prepare() -> None:
@@ -239,12 +239,12 @@ def train_run(
                 stack.enter_context(alone(out))
                 tidy(out)
 
-        world.agree(prepare)
+        group.agree(prepare)
         if run is not None:
             run.train(first or 0, save_every, tensorboard, progress)
-        if world.main:
+        if group.main:
             tidy(out, STATE, LOCK)
-        world.wait()
+        group.wait()
     return out / (WEIGHTS if backbone else FILE)
 
 
@@ -268,7 +268,7 @@ class _Run:
     training: Training
     out: Path
     options: dict[str, Any]
-    world: World
+    group: ProcessGroup
     validate: Callable[[], dict[str, float]] | None
     backbone: bool
     trainer: Trainer
@@ -278,8 +278,8 @@ class _Run:
         """Train from step `first` to the end, and save what came of it."""
         if first:
             self.notes = load_state(self.out / STATE, self.trainer)
-        done, total, world = first, self.trainer.total, self.world
-        log = Log(self.out, first, tensorboard) if world.main else None
+        done, total, group = first, self.trainer.total, self.group
+        log = Log(self.out, first, tensorboard) if group.main else None
         begin = time.perf_counter() - (log.seconds if log else 0.0)
 
         def note(step: int, **figures: float) -> None:
@@ -298,17 +298,17 @@ class _Run:
                     epoch = step // self.source.per_epoch
                     found = self.judge(epoch)
                     note(step, **found)
-                    if progress and world.main:
+                    if progress and group.main:
                         tqdm.write(f"epoch {epoch}: {_said(found)}", file=sys.stderr)
-                stop = world.any(bool(interrupted)) and step < total
-                if world.main and step < total and (stop or ended or step % save_every == 0):
+                stop = group.any(bool(interrupted)) and step < total
+                if group.main and step < total and (stop or ended or step % save_every == 0):
                     save_state(self.out / STATE, trainer, step, self.options, self.notes)
                 if stop:
-                    world.wait()  # torchrun ends the others as soon as one has ended
+                    group.wait()  # torchrun ends the others as soon as one has ended
                     raise Stopped(f"stopped after step {step} of {total}; nothing is lost, continue with --resume")
 
             try:
-                fit(self.model, self.source, self.training, first, self.trainer, after, progress, world)
+                fit(self.model, self.source, self.training, first, self.trainer, after, progress, group)
             except (RuntimeError, OSError, EOFError):  # the processes that read photos got the signal too, and ended
                 if not interrupted:
                     raise
@@ -316,7 +316,7 @@ class _Run:
             finally:
                 if log:
                     log.close()
-        if world.main:
+        if group.main:
             if self.trainer.average is not None:
                 with self.trainer.averaged():
                     self.save(self.out / EMA)
@@ -339,7 +339,7 @@ class _Run:
                 found |= {f"{EMA}_{name}": value for name, value in self.validate().items()}
         if found["top1"] > self.notes.get("best", {}).get("top1", -1.0):
             self.notes["best"] = {"epoch": epoch, **found}
-            if self.world.main:
+            if self.group.main:
                 self.save(self.out / BEST)
         return found
 

@@ -19,7 +19,7 @@ from tntprune.backbones.base import Answer, find_backbone, tower_of
 from tntprune.backbones.swapping import refuse_sharded
 from tntprune.data.batches import Pair, Share
 from tntprune.errors import UsageError, UserError
-from tntprune.system.distributed import ALONE, World
+from tntprune.system.distributed import ALONE, ProcessGroup
 from tntprune.system.precision import DTYPES, unfused
 from tntprune.training.config import RANK, RATE, Training
 from tntprune.training.drop_path import Depth
@@ -40,8 +40,8 @@ class Trainer:
         UsageError: there is nothing to learn while the model is frozen, or the rank is too large.
     """
 
-    def __init__(self, model: nn.Module, training: Training, total: int, world: World = ALONE) -> None:
-        self.model, self.total, self.world = model, total, world
+    def __init__(self, model: nn.Module, training: Training, total: int, group: ProcessGroup = ALONE) -> None:
+        self.model, self.total, self.group = model, total, group
         self.method = reduction_of(model)
         tunes = training.backbone_lr > 0
         if training.unfreeze and not self.method.steps(self.method.layout.patches):
@@ -66,7 +66,7 @@ class Trainer:
             )
         refuse_sharded(model, "trained by tntprune")
         self.device = device_of(model)
-        self.training = training.on(self.device).among(world.size)
+        self.training = training.on(self.device).among(group.size)
         self.backbone = find_backbone(model)
         self.ce, self.kl = weights_of(model, training)
         self.embeds = not self.backbone.classes(model)
@@ -116,7 +116,7 @@ class Trainer:
         """The parts of each batch that this process works through."""
         count = self.training.micro_batches
         assert count is not None
-        return Share(count, tuple(range(self.world.rank, count, self.world.size)))
+        return Share(count, tuple(range(self.group.rank, count, self.group.size)))
 
     def groups(self) -> list[dict[str, Any]]:
         """Group the method's and the model's parameters for the optimizer, each with and without weight decay."""
@@ -182,12 +182,12 @@ class Trainer:
 
         A parameter that nobody's part of the batch had to do with stays without a gradient, as it does in one process.
         """
-        if self.world.size == 1:
+        if self.group.size == 1:
             return loss
         parameters = list(self.learned.values())
         had = torch.tensor([float(p.grad is not None) for p in parameters], device=loss.device)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = self.world.sum(torch.cat([*(grad.float().flatten() for grad in grads), had, loss.float().reshape(1)]))
+        flat = self.group.sum(torch.cat([*(grad.float().flatten() for grad in grads), had, loss.float().reshape(1)]))
         split: Sequence[torch.Tensor] = flat.split([*(p.numel() for p in parameters), len(parameters), 1])
         *sums, had, total = split
         for parameter, value, owners in zip(parameters, sums, had.tolist(), strict=True):

@@ -13,7 +13,7 @@ from tntprune.data.folders import Photo, Photos, input_mode, transform_for
 from tntprune.data.loading import in_order
 from tntprune.data.streams import Stream
 from tntprune.errors import UserError
-from tntprune.system.distributed import ALONE, World
+from tntprune.system.distributed import ALONE, ProcessGroup
 
 
 class Validation:
@@ -25,11 +25,11 @@ class Validation:
         photos: Sequence[Photo] | Stream,
         batch_size: int = 64,
         workers: int = 1,
-        world: World = ALONE,
+        group: ProcessGroup = ALONE,
     ) -> None:
-        self.model, self.world = model, world
+        self.model, self.group = model, group
         reader = Photos(photos, transform_for(model), input_mode(model))
-        self.loader = in_order(reader, batch_size, workers, world.rank, world.size)
+        self.loader = in_order(reader, batch_size, workers, group.rank, group.size)
 
     def __call__(self) -> dict[str, float]:
         """Return the percent of photos whose label is the first guess, "top1", or among the first five, "top5"."""
@@ -48,5 +48,5 @@ class Validation:
         finally:
             for module, mode in modes.items():
                 module.training = mode
-        tally.gather(self.world)
+        tally.gather(self.group)
         return dict(zip(("top1", "top5"), tally.accuracy(), strict=True))
