@@ -49,4 +49,4 @@ test-oldest:
 	test -x .venv-oldest/bin/python || $(OLDEST_PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --disable-pip-version-check --quiet $(OLDEST) fvcore hypothesis pytest scikit-learn --editable .
 	.venv-oldest/bin/python -m pytest -m 'not wide and not slow' --ignore-glob '*hf*' \
-		tests/ops tests/methods tests/backbones tests/system
+		tests/ops tests/methods tests/backbones

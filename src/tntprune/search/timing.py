@@ -163,13 +163,14 @@ class _Turns:
 def _spread(config: Config, patches: int, depth: int) -> list[Config]:
     """Return schedules of a method with many steps and with few, early and late, that take much and little."""
     early, known, found = max(1, depth // 4), options(type(config)), []
+    similars = (0, patches // 8) if "similar" in known and not getattr(config, "merges", False) else (0,)
     wanted = [
         (range(1, depth), 0.3), (range(1, depth), 0.7), (range(1, depth, 2), 0.5), (range(early, depth), 0.3),
         (range(early, early + 3), 0.4), ([early], 0.2), ([early], 0.6), ([max(1, depth // 2)], 0.4),
     ]  # fmt: skip
     for blocks, last in wanted:
         at = tuple(block for block in blocks if block <= depth)
-        for similar in (0, patches // 8) if "similar" in known else (0,):
+        for similar in similars:
             first = 0.95 * (patches - similar)
             tokens = tuple(max(1, round(first - (first - last * patches) * (n + 1) / len(at))) for n in range(len(at)))
             own = {"similar": similar, "noise_blocks": at, "decreasing": False}
