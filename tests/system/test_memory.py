@@ -50,7 +50,7 @@ def test_the_flags_that_help_are_named(photos, monkeypatch, capsys, reason):
 def test_of_a_training_too(photos, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tntprune.training.trainer.Trainer.step", REASONS["torch"])
     assert main(f"train digits_vit --data {photos} --workers 0 --out {tmp_path}/run".split()) == 1
-    assert "--parts" in told(capsys)
+    assert "--micro-batches" in told(capsys)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -68,7 +68,7 @@ def named(kind, name):
     if kind == "head":
         return module in ("head", "head_dist", "classifier")
     if kind == "norms":
-        return "norm" in module.rsplit(".", 1)[-1]
+        return "norm" in module.rsplit(".", 1)[-1] and "reduction." not in name
     if kind == "lowrank":
         return last == "weight" and module.endswith(LINEARS) and ("blocks." in module or "layers." in module)
     return not name.startswith(("reduction.", "vit.reduction."))
