@@ -73,7 +73,8 @@ def wide(*values):
 )
 def test_a_file_says_what_the_model_says(to, kind, configs, dynamic, tmp_path):
     pytest.importorskip({"onnx": "onnxscript", "openvino": "openvino", "pt2": "torch"}[to])
-    model = reduce_(small(kind, depth=4 if "at=(1, 2, 4)" in str(configs) else 3), *configs)
+    deepest = max((at for config in configs for at in config.locations), default=0)
+    model = reduce_(small(kind, depth=max(3, deepest + 1)), *configs)
     path = tmp_path / f"model.{SUFFIX[to]}"
     found = export(model, path, to, dynamic_batch=dynamic, indices=True, batch_size=1 if dynamic else 2)
     run, about = reopen(path)
