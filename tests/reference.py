@@ -35,6 +35,11 @@ def act(method, tokens, place, plan, heads=None):
     return tokens if step is None else method(tokens, step, heads)
 
 
+def steps_of(plan):
+    """The steps of a plan, in order."""
+    return tuple(step for block in plan for step in (block.inside, block.after) if step is not None)
+
+
 def by_place(steps):
     """Steps by where they are."""
     return {step.place: step for step in steps}

@@ -46,14 +46,16 @@ def reduce_(model: Model, config: Config | Plan | str | Path, *more: Config, **c
         raise UsageError(
             f"{min(changes)}: options go into the config, as in {type(config).__name__}({min(changes)}=...)"
         )
-    if is_reduced(model) and (before := reduction_of(model)).trains and before.calibrated:
+    before = reduction_of(model) if is_reduced(model) else None
+    attach(model, config, *more)
+    if before is not None and before.trains and before.calibrated:
         warnings.warn(
             f"what {before.config.method} learned goes with the reduction that is replaced; to keep it with other "
             "options, tntprune.save it and tntprune.load_(model, folder, keep=...)",
             UserNote,
             stacklevel=2,
         )
-    return attach(model, config, *more)
+    return model
 
 
 def restore_(model: Model) -> Model:

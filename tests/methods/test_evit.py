@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from test_topk import attended
 
 from conftest import make, photos_for
-from reference import act, first_half
+from reference import act, first_half, steps_of
 from tntprune import EViT, UsageError, record, reduce_
 from tntprune.backbones.attach import reduction_of
 from tntprune.methods.schedule import schedule
-from tntprune.methods.steps import Place, steps_of
+from tntprune.methods.steps import Place
 from tntprune.ops.tokens import start
 
 

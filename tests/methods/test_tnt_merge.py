@@ -10,10 +10,10 @@ import torch
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 
 from conftest import SMALL, make, photos_for
-from reference import act, by_place, chosen, cosine, first_half, folded, score
+from reference import act, by_place, chosen, cosine, first_half, folded, score, steps_of
 from tntprune import ATS, TNT, ToMe, UsageError, UserError, load_, macs, reduce_, save
 from tntprune.backbones.attach import reduction_of
-from tntprune.methods.steps import Place, steps_of
+from tntprune.methods.steps import Place
 from tntprune.ops.tokens import start
 from tntprune.training.calibrate import calibrate_
 from tntprune.training.config import Training

@@ -8,13 +8,11 @@ every block and every attention called as the unpruned model calls them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tntprune.ops.attention import Heads
-from tntprune.ops.tokens import Tokens
 
 Half = Callable[[torch.Tensor], torch.Tensor]
 
@@ -25,7 +23,6 @@ class Inside:
     This one runs the block as the unpruned model does, and keeps its attention for whoever looks at it.
 
     Args:
-        tokens: The tokens that enter the block, or None where nobody asks for those that leave it.
         bias: Added to the logits of each key, (B, 1, 1, prefix + n), or None.
         queries: How many of the first tokens ask and leave the block; None for all.
 
@@ -33,10 +30,7 @@ class Inside:
         heads: The block's attention, once it has run.
     """
 
-    def __init__(
-        self, tokens: Tokens | None = None, bias: torch.Tensor | None = None, queries: int | None = None
-    ) -> None:
-        self.tokens = tokens
+    def __init__(self, bias: torch.Tensor | None = None, queries: int | None = None) -> None:
         self.bias = bias
         self.queries = queries
         self.heads: Heads | None = None
@@ -53,11 +47,6 @@ class Inside:
     def between(self, x: torch.Tensor) -> torch.Tensor:
         """Act on the tokens between attention and MLP, (B, n, D) to (B, m, D)."""
         return x
-
-    def left(self, x: torch.Tensor) -> Tokens:
-        """Return the tokens that leave the block, given their x."""
-        assert self.tokens is not None
-        return replace(self.tokens, x=x)
 
 
 class OpenBlock:

@@ -75,18 +75,16 @@ class Acting(Inside):
         self, tokens: Tokens, reduction: Method, number: int, plan: BlockPlan, bias: torch.Tensor | None,
         trace: Trace | None = None,
     ) -> None:  # fmt: skip
-        self.tokens, self.bias, self.queries, self.heads = tokens, bias, None, None
-        self.reduction, self.number, self.plan, self.trace = reduction, number, plan, trace
+        super().__init__(bias)
+        self.tokens, self.reduction, self.number, self.plan, self.trace = tokens, reduction, number, plan, trace
 
     def attend(self, heads: Heads) -> torch.Tensor:
-        assert self.tokens is not None
         if self.plan.sees == "map":
             heads = replace(heads, attention=heads.map())
         self.heads = heads
         return self.reduction.attend(heads, self.tokens)
 
     def between(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.tokens is not None
         tokens = replace(self.tokens, x=x, block=self.number)
         if self.plan.inside is not None:
             tokens = self.reduction(tokens, self.plan.inside, self.heads)
@@ -328,7 +326,6 @@ class Reduced:
         if plan.sees or plan.inside is not None or (bias is not None and not self.takes_mask):
             inside = Acting(tokens, self.reduction, number, plan, bias, trace)
             x, heads = self.run(number, tokens.x, places, inside), inside.heads
-            assert inside.tokens is not None
             out = replace(inside.tokens, x=x)
         else:
             x, heads = self.run(number, tokens.x, places, bias=bias), None

@@ -118,14 +118,12 @@ class Method(nn.Module):
         """
         if patches != self.layout.patches:
             return self.planned(self.scheduled(patches))
-        if self._plan is None:
-            self.settle()
-        assert self._plan is not None
-        return self._plan
+        return self._plan or self.settle()
 
-    def settle(self) -> None:
+    def settle(self) -> Plan:
         """Make the plan of the model's own size, which each pass then reads."""
         self._plan = self.planned(self._steps)
+        return self._plan
 
     def planned(self, steps: Sequence[Step]) -> Plan:
         """Return the plan that takes these steps."""

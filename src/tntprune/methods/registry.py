@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points, packages_distributions
+from importlib.metadata import entry_points, packages_distributions
 from typing import Any
 
 from tntprune.errors import UsageError, UserNote
@@ -14,7 +14,6 @@ from tntprune.methods.config import Config
 GROUP = "tntprune.methods"  # the entry points that name modules which register a method
 METHODS: dict[str, type[Config]] = {}
 _MODULES: dict[type[Config], type[Method]] = {}
-_LOADED: set[str] = set()  # entry points that were imported, or failed to be
 _PACKAGES: dict[str, str] = {}  # the package of each module that an entry point names
 
 
@@ -41,7 +40,7 @@ def register_method(config: type[Config], method: type[Method]) -> None:
         raise UsageError(f"method {name!r} is registered twice: as {_full(taken)} and as {_full(config)}; rename one")
     if taken is not None:
         _MODULES.pop(taken, None)
-    if not config.title:
+    if "title" not in vars(config):  # one that it inherits is another method's
         config.title = name
     METHODS[name] = config
     implement(config, method)
@@ -58,23 +57,20 @@ def all_methods() -> dict[str, type[Config]]:
     Warns:
         UserNote: an installed package's method cannot be imported.
     """
-    for entry in _entries():
-        if entry.value in _LOADED:
-            continue
-        _LOADED.add(entry.value)
+    _load_installed()
+    return METHODS
+
+
+@cache
+def _load_installed() -> None:
+    """Import the modules that installed packages name, once: to find them takes long."""
+    for entry in entry_points(group=GROUP):
         package = entry.dist.name if entry.dist else entry.value
         _PACKAGES[entry.module.split(".")[0]] = package
         try:
             entry.load()
         except Exception as error:  # whatever somebody else's code raises
-            warnings.warn(f"the methods of the package {package} cannot be used ({error})", UserNote, stacklevel=2)
-    return METHODS
-
-
-@cache
-def _entries() -> tuple[EntryPoint, ...]:
-    """Return the entry points of installed packages, which take long to find."""
-    return tuple(entry_points(group=GROUP))
+            warnings.warn(f"the methods of the package {package} cannot be used ({error})", UserNote, stacklevel=3)
 
 
 def find_method(name: str, package: str = "") -> type[Config]:
@@ -124,9 +120,12 @@ def obstacle_to(kind: type[Config], layout: Layout, config: Config | None = None
 def package_of(config: type[Config]) -> str:
     """Return the package that a method comes from; "" for the library's own and for a program's."""
     module = config.__module__.split(".")[0]
-    if module in ("tntprune", "__main__"):
-        return ""
-    all_methods()
+    return "" if module in ("tntprune", "__main__") else _package_of(module)
+
+
+@cache
+def _package_of(module: str) -> str:
+    _load_installed()
     return _PACKAGES.get(module) or next(iter(packages_distributions().get(module, [])), "")
 
 

@@ -95,11 +95,6 @@ IDLE = BlockPlan()
 Plan = tuple[BlockPlan, ...]  # of a whole pass: the embedding, and then each block
 
 
-def steps_of(plan: Plan) -> tuple[Step, ...]:
-    """Return the steps of a plan, in order."""
-    return tuple(step for block in plan for step in (block.inside, block.after) if step is not None)
-
-
 def begins(plan: Plan) -> int:
     """Return the last block up to which, and in which, a plan does nothing; what it does after it may be something."""
     first = next((number for number, block in enumerate(plan) if not block.idle), len(plan) - 1)
