@@ -18,7 +18,9 @@ from tqdm import tqdm
 from stamps import written
 from tntprune import Random, ToMe, features, load_, record, reduce_
 from tntprune.backbones.models import load_model
-from tntprune.data.folders import Photos, all_photos, collate, transform_for
+from tntprune.data.folders import all_photos
+from tntprune.data.loading import Photos, collate
+from tntprune.data.transforms import transform_for
 from tntprune.ops.tokens import order
 from tntprune.system.environment import stamp
 from tntprune.system.storage import write

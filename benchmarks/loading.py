@@ -20,9 +20,12 @@ import tyro
 
 from stamps import written
 from tntprune import TNT, reduce_
-from tntprune.data.augment import PRESETS, Augmentation, Mixer
+from tntprune.data.augment import PRESETS, Augmentation
 from tntprune.data.batches import WHOLE, Pair, PhotoSource, Share, Source, TensorSource
-from tntprune.data.folders import Photos, all_photos, default_workers, transform_for
+from tntprune.data.folders import all_photos
+from tntprune.data.loading import Photos, default_workers
+from tntprune.data.mixing import Mixer
+from tntprune.data.transforms import transform_for
 from tntprune.system.environment import stamp
 from tntprune.system.storage import write
 from tntprune.training.calibrate import fit

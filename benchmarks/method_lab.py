@@ -18,7 +18,10 @@ from tntprune.backbones.attach import reduction_of
 from tntprune.backbones.models import load_model
 from tntprune.data.augment import LIGHT
 from tntprune.data.batches import PhotoSource
-from tntprune.data.folders import Photo, Photos, collate, labelled_photos, transform_for
+from tntprune.data.folders import labelled_photos
+from tntprune.data.loading import Photos, collate
+from tntprune.data.photo import Photo
+from tntprune.data.transforms import transform_for
 from tntprune.methods import Config, to_dict
 from tntprune.methods.learned import inherit
 from tntprune.serialization.checkpoint import FILE, read

@@ -44,7 +44,9 @@ from tntprune import (
 )  # fmt: skip
 from tntprune.analysis.evaluate import Tally
 from tntprune.backbones.models import load_model
-from tntprune.data.folders import Photos, collate, input_mode, labelled_photos, transform_for
+from tntprune.data.folders import labelled_photos
+from tntprune.data.loading import Photos, collate
+from tntprune.data.transforms import input_mode, transform_for
 from tntprune.methods import Config, options, to_dict
 from tntprune.system.clock import keep_memory
 from tntprune.system.environment import stamp

@@ -28,10 +28,10 @@ LONG = 80  # characters; a longer text is prose of a page and no figure depends 
 CODE = {  # what figures depend on: files and folders of src/tntprune
     "reducing": ("backbones", "methods", "ops", "reduce.py"),
     "counting": ("analysis/macs.py",),
-    "reading": ("data/folders.py", "data/images.py", "data/loading.py"),
+    "reading": ("data/folders.py", "data/images.py", "data/loading.py", "data/transforms.py"),
     "judging": ("analysis/evaluate.py", "system/precision.py"),
     "training": (
-        "data/augment.py", "data/batches.py", "training/calibrate.py", "training/config.py",
+        "data/augment.py", "data/batches.py", "data/mixing.py", "training/calibrate.py", "training/config.py",
         "training/frozen_pass.py", "training/learning.py", "training/recipes.py", "training/trainer.py",
     ),
     "timing": ("analysis/speed_bound.py", "system/clock.py"),

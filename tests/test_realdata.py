@@ -14,7 +14,9 @@ from tntprune.backbones.models import load_model
 from tntprune.cli.main import main
 from tntprune.data.augment import LIGHT
 from tntprune.data.batches import PhotoSource
-from tntprune.data.folders import Photos, labelled_photos, transform_for
+from tntprune.data.folders import labelled_photos
+from tntprune.data.loading import Photos
+from tntprune.data.transforms import transform_for
 from tntprune.training.calibrate import fit
 from tntprune.training.config import Training
 

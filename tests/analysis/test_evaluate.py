@@ -23,7 +23,8 @@ from tntprune import TNT, AViT, Random, UsageError, UserError, evaluate, reduce_
 from tntprune.backbones.attach import base_of
 from tntprune.backbones.base import find_backbone
 from tntprune.cli.main import main
-from tntprune.data.folders import labelled_photos, transform_for
+from tntprune.data.folders import labelled_photos
+from tntprune.data.transforms import transform_for
 from tntprune.sweep.sweep_photos import Listing
 
 COUNT = 12

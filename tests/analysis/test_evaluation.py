@@ -15,7 +15,8 @@ from conftest import SMALL, make, photos_for
 from tntprune.analysis.evaluate import evaluate, measure
 from tntprune.analysis.macs import macs
 from tntprune.backbones.digits_vit import digits_vit
-from tntprune.data.folders import Photo, labelled_photos
+from tntprune.data.folders import labelled_photos
+from tntprune.data.photo import Photo
 from tntprune.demo.digits import scans, scatter
 from tntprune.errors import UserError
 from tntprune.methods import Random

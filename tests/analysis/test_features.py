@@ -21,7 +21,9 @@ from tntprune import AViT, Random, ToMe, UserError, features, record, reduce_
 from tntprune.backbones.attach import reduction_of
 from tntprune.backbones.base import find_backbone
 from tntprune.backbones.models import load_model
-from tntprune.data.folders import Photos, all_photos, collate, transform_for
+from tntprune.data.folders import all_photos
+from tntprune.data.loading import Photos, collate
+from tntprune.data.transforms import transform_for
 from tntprune.ops.tokens import NOWHERE, Tokens, fill, nearest_kept
 
 SIZES = ((32, 32), (48, 24), (20, 44))

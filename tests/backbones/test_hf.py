@@ -368,7 +368,7 @@ def test_a_loader_that_names_what_it_gives_and_a_folder_that_cannot_be_read_for_
     with pytest.raises(tntprune.UserError, match="the loader gives a dict; expected images"):
         tntprune.calibrate_(model, torch.utils.data.DataLoader([{"image": images[0]}]), progress=False)
     with pytest.raises(tntprune.UserError, match="no image processor says how photos are prepared"):
-        tntprune.data.folders.transform_for(model)
+        tntprune.data.transforms.transform_for(model)
 
 
 def test_training_against_labels_needs_classes(kind):

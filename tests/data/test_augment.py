@@ -16,8 +16,10 @@ from torchvision.transforms import Compose
 
 from conftest import make
 from tntprune.backbones.digits_vit import build
-from tntprune.data.augment import AUTHORS, LIGHT, PRESETS, Augmentation, fixed_randomness
-from tntprune.data.folders import Photo, Photos, transform_for
+from tntprune.data.augment import AUTHORS, LIGHT, PRESETS, Augmentation
+from tntprune.data.loading import Photos
+from tntprune.data.photo import Photo
+from tntprune.data.transforms import fixed_randomness, transform_for
 from tntprune.errors import UsageError
 
 MODEL = make("plain")
@@ -66,7 +68,7 @@ def test_they_are_json_values_and_compare_by_value():
 def test_the_authors_are_deits(monkeypatch):
     given = {}
     monkeypatch.setattr(
-        "tntprune.data.folders.create_transform", lambda size, **options: given.update(options) or Compose([])
+        "tntprune.data.transforms.create_transform", lambda size, **options: given.update(options) or Compose([])
     )
     transform_for(MODEL, AUTHORS)
     expected = {

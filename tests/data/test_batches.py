@@ -14,9 +14,13 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make
-from tntprune.data.augment import AUTHORS, LIGHT, Mixer
+from tntprune.data.augment import AUTHORS, LIGHT
 from tntprune.data.batches import LoaderSource, PhotoSource, Share, TensorSource, chosen
-from tntprune.data.folders import Photo, Photos, all_photos, transform_for
+from tntprune.data.folders import all_photos
+from tntprune.data.loading import Photos
+from tntprune.data.mixing import Mixer
+from tntprune.data.photo import Photo
+from tntprune.data.transforms import transform_for
 from tntprune.errors import UserError
 
 

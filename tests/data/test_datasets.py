@@ -18,13 +18,15 @@ from timm.data import ImageNetInfo
 from conftest import make
 from tntprune.backbones.models import shape_of
 from tntprune.data import datasets as opening
-from tntprune.data.augment import AUTHORS, LIGHT, Mixer
+from tntprune.data.augment import AUTHORS, LIGHT
 from tntprune.data.batches import PhotoSource, Share
 from tntprune.data.datasets import open_photos
-from tntprune.data.folders import Photos, labelled_photos, transform_for
+from tntprune.data.folders import labelled_photos
 from tntprune.data.images import BadImage
-from tntprune.data.loading import in_order
+from tntprune.data.loading import Photos, in_order
+from tntprune.data.mixing import Mixer
 from tntprune.data.streams import items_of_shards
+from tntprune.data.transforms import transform_for
 from tntprune.errors import UsageError, UserError
 
 IMAGENET = shape_of("test_vit")  # 1000 classes

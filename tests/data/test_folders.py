@@ -20,20 +20,11 @@ from conftest import SMALL, make
 from tntprune.backbones.digits_vit import build
 from tntprune.backbones.models import load_model, shape_of
 from tntprune.data.augment import AUTHORS, LIGHT
-from tntprune.data.folders import (
-    Photo,
-    Photos,
-    Sent,
-    all_photos,
-    class_index,
-    collate,
-    default_workers,
-    fixed_randomness,
-    input_mode,
-    labelled_photos,
-    transform_for,
-)
+from tntprune.data.folders import all_photos, class_index, labelled_photos
 from tntprune.data.images import BadImage
+from tntprune.data.loading import Photos, Sent, collate, default_workers
+from tntprune.data.photo import Photo
+from tntprune.data.transforms import fixed_randomness, input_mode, transform_for
 from tntprune.errors import UserError
 
 WORDNET = ImageNetInfo("imagenet-1k").label_names()

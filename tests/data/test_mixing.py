@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tntprune.data.augment import AUTHORS, LIGHT, Augmentation, Mixer
+from tntprune.data.augment import AUTHORS, LIGHT, Augmentation
+from tntprune.data.mixing import Mixer
 from tntprune.errors import UsageError
 
 CLASSES = 5

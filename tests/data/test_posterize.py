@@ -6,8 +6,8 @@ from PIL import Image
 from timm.data import auto_augment, create_transform
 
 from conftest import make
-from tntprune.data.augment import Augmentation, mend, posterize
-from tntprune.data.folders import transform_for
+from tntprune.data.augment import Augmentation
+from tntprune.data.transforms import mend, posterize, transform_for
 
 rng = np.random.default_rng(0)
 IMAGE = Image.fromarray(rng.integers(0, 256, (16, 24, 3), dtype=np.uint8))

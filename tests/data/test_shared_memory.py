@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 from timm.data import create_transform
 
-from tntprune.data.folders import Photos, all_photos
-from tntprune.data.loading import in_order
+from tntprune.data.folders import all_photos
+from tntprune.data.loading import Photos, in_order
 from tntprune.errors import UserError
 
 MOUNT = 'mount -t tmpfs -o size={size} tmpfs /dev/shm || exit 77; exec "$@"'

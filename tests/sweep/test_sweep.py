@@ -87,7 +87,7 @@ def home(tmp_path_factory):
 
 
 def shown(model, path):
-    from tntprune.data.folders import transform_for
+    from tntprune.data.transforms import transform_for
 
     return transform_for(model)(Image.open(path).convert("RGB"))[None]
 
@@ -331,7 +331,7 @@ def test_fifty_settings_load_each_model_once_and_list_the_photos_once(home, run,
 
     loads = counting(monkeypatch, "tntprune.sweep.host.load_model", check)
     lists = counting(monkeypatch, "tntprune.data.folders.find_images")
-    reads = counting(monkeypatch, "tntprune.data.folders.Photo.read")
+    reads = counting(monkeypatch, "tntprune.data.photo.Photo.read")
     reads_files = counting(monkeypatch, "tntprune.sweep.request.read")
     make = load_model
 
@@ -405,7 +405,7 @@ def options_of(home):
 def sweep_and_die(home, out, moment):
     """Sweep, and be killed at a moment: in reading, in counting, before, in and after a write, or in taking times."""
     from tntprune.analysis.evaluate import Tally
-    from tntprune.data.folders import Photo
+    from tntprune.data.photo import Photo
     from tntprune.sweep import measure
 
     torch.set_num_threads(1)

@@ -58,8 +58,9 @@ def test_other_folders_hold_such_names(tmp_path):
     path = tmp_path / os.fsdecode(b"a\xff") / "b.png"
     Image.new("L", (3, 3)).save(path)
     from tntprune.backbones.digits_vit import digits_vit
-    from tntprune.data.folders import Photos, all_photos, transform_for
-    from tntprune.data.loading import in_order
+    from tntprune.data.folders import all_photos
+    from tntprune.data.loading import Photos, in_order
+    from tntprune.data.transforms import transform_for
 
     photos = Photos(all_photos(Path(tmp_path)), transform_for(digits_vit()), "L")
     assert [len(batch.images) for batch in in_order(photos, 4, 1)] == [1]

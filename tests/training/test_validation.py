@@ -18,7 +18,9 @@ from tntprune import TNT, AViT, load_, reduce_
 from tntprune.analysis.evaluate import evaluate
 from tntprune.backbones.attach import reduction_of
 from tntprune.data.augment import Augmentation
-from tntprune.data.folders import Photos, input_mode, labelled_photos, transform_for
+from tntprune.data.folders import labelled_photos
+from tntprune.data.loading import Photos
+from tntprune.data.transforms import input_mode, transform_for
 from tntprune.errors import UsageError, UserError
 from tntprune.training.config import Training
 from tntprune.training.recipes import Recipe

@@ -22,10 +22,10 @@ from tntprune.backbones.attach import base_of, device_of, is_reduced, reduction_
 from tntprune.backbones.base import find_backbone
 from tntprune.data.batches import pair_in
 from tntprune.data.datasets import Listed, open_photos
-from tntprune.data.folders import Photo, Photos, default_workers, input_mode, transform_for
-from tntprune.data.loading import in_order
-from tntprune.data.photo import Chosen, Packed, limited
+from tntprune.data.loading import Photos, default_workers, in_order
+from tntprune.data.photo import Chosen, Packed, Photo, limited
 from tntprune.data.streams import Stream
+from tntprune.data.transforms import input_mode, transform_for
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.checks import check_whole
 from tntprune.system.clock import wait

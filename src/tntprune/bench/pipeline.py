@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader
 
 from tntprune.backbones.attach import device_of
 from tntprune.bench.candidates import Candidate
-from tntprune.data.folders import Photo, Photos, collate, input_mode, transform_for
+from tntprune.data.loading import Photos, collate
+from tntprune.data.photo import Photo
+from tntprune.data.transforms import input_mode, transform_for
 from tntprune.errors import UserError
 from tntprune.system.clock import wait
 

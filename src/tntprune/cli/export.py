@@ -12,7 +12,7 @@ from tntprune.system.flags import MAX_BATCH, Whole, Written
 from tntprune.system.units import unit_of
 
 if TYPE_CHECKING:
-    from tntprune.data.folders import Photo
+    from tntprune.data.photo import Photo
 
 
 def export(

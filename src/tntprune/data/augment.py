@@ -1,23 +1,12 @@
-"""How training images are changed at random: crops, mirror images, RandAugment, erasing, mixing, repetition."""
+"""The options of augmentation: crops, mirror images, RandAugment, erasing, mixing, repetition."""
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from PIL import Image
-from timm.data import Mixup, auto_augment
-
-from tntprune.errors import UsageError
 from tntprune.methods.checks import check, check_whole, is_number
-
-MIXING = 0x6D6978  # sets the choices of mixing apart from those of the images
 
 
 @dataclass(frozen=True)
@@ -89,70 +78,3 @@ AUTHORS = Augmentation(
 """What the authors of TNT trained with, which is DeiT's recipe."""
 
 PRESETS = {"light": LIGHT, "authors": AUTHORS}
-
-
-@contextmanager
-def fixed_randomness(*key: int) -> Iterator[None]:
-    """Let Python's, numpy's and torch's random choices follow from the key inside, and go on as before outside."""
-    state, numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        seed = random.Random(repr(key)).getrandbits(63)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # timm's RandAugment and Mixup draw from it
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPU's, for good
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            np.random.set_state(numbers)
-
-
-def posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
-    """Keep the first `bits` bits of each channel; of none, where Pillow fails and timm fails with it, black is left.
-
-    RandAugment's usual "rand-m9-mstd0.5-inc1" comes to that for one image in about a thousand.
-    """
-    if bits < 1:
-        return Image.new(image.mode, image.size)
-    posterized: Image.Image = auto_augment.posterize(image, bits, **options)
-    return posterized
-
-
-def mend(transform: Any) -> Any:
-    """Put our `posterize` into the RandAugment, AutoAugment or AugMix of a transform of timm's."""
-    for step in transform.transforms:
-        for op in [*getattr(step, "ops", []), *(op for policy in getattr(step, "policy", []) for op in policy)]:
-            if op.aug_fn is auto_augment.posterize:
-                op.aug_fn = posterize
-    return transform
-
-
-class Mixer:
-    """timm's mixup and cutmix, with choices that follow from the seed, the step and the part of its batch."""
-
-    def __init__(self, augmentation: Augmentation, classes: int, smoothing: float, seed: int) -> None:
-        self.seed = seed
-        self.mixup = Mixup(
-            augmentation.mixup, augmentation.cutmix, label_smoothing=smoothing, num_classes=max(1, classes)
-        )
-
-    def __call__(
-        self, step: int, part: int, images: torch.Tensor, labels: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Mix the images (B, C, H, W) of a part of a step's batch, in place, each with the one as far from the other
-        end; return them and the shares of the classes (B, classes), or None where there are no labels (B,).
-        """
-        check_even(len(images))
-        given = torch.zeros(len(images), dtype=torch.long) if labels is None else labels
-        with fixed_randomness(self.seed, step, part, MIXING):
-            mixed, shares = self.mixup(images, given)
-        return mixed, None if labels is None else shares
-
-
-def check_even(count: int) -> None:
-    """Refuse an odd number of images, of which the middle one would be mixed with itself."""
-    if count % 2:
-        raise UsageError(
-            f"mixup and cutmix of {count} images at a time: expected an even number in each part of a batch; "
-            "change the batch size, or leave mixing out"
-        )

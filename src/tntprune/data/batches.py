@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from tntprune.data.augment import Mixer, check_even
-from tntprune.data.folders import Photos, Sent
-from tntprune.data.loading import load
+from tntprune.data.loading import Photos, Sent, load
+from tntprune.data.mixing import Mixer, check_even
 from tntprune.data.streams import Stream
 from tntprune.errors import UsageError, UserError
 

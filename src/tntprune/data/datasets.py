@@ -11,9 +11,9 @@ from typing import Any
 
 from timm.data import create_dataset
 
-from tntprune.data.folders import Photo, all_photos, class_index, classes_of, labelled_photos, photos_in
+from tntprune.data.folders import all_photos, class_index, classes_of, labelled_photos, photos_in
 from tntprune.data.images import BadImage
-from tntprune.data.photo import PhotoList
+from tntprune.data.photo import Photo, PhotoList
 from tntprune.data.streams import Stream, items_of_shards, number_of, plain_file, remote_items
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.checks import is_int

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tntprune.data.folders import Photo
+from tntprune.data.photo import Photo
 from tntprune.errors import UserError
 
 BUFFER = 2000  # photos among which the next one is drawn; about 200 MB of ImageNet's

@@ -13,7 +13,10 @@ from torch import nn
 from tntprune.backbones.base import find_backbone
 from tntprune.backbones.classnames import class_names
 from tntprune.data.batches import pair_in
-from tntprune.data.folders import Photo, Photos, all_photos, collate, input_mode, transform_for
+from tntprune.data.folders import all_photos
+from tntprune.data.loading import Photos, collate
+from tntprune.data.photo import Photo
+from tntprune.data.transforms import input_mode, transform_for
 from tntprune.errors import UserError
 
 

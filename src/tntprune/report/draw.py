@@ -14,8 +14,8 @@ from torch import nn
 from tntprune.analysis.record import record
 from tntprune.backbones.attach import device_of, reduction_of
 from tntprune.backbones.base import find_backbone, tower_of
-from tntprune.data.folders import input_mode, transform_for
 from tntprune.data.images import read_image
+from tntprune.data.transforms import input_mode, transform_for
 from tntprune.methods.learned import inherit
 from tntprune.reduce import reduce_
 from tntprune.report.plot_style import blank, drawable, finished

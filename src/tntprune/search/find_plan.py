@@ -14,7 +14,8 @@ from torch import nn
 
 from tntprune.backbones.attach import base_of, is_reduced, reduction_of
 from tntprune.data.batches import PhotoSource, TensorSource
-from tntprune.data.folders import Photos, default_workers, input_mode, transform_for
+from tntprune.data.loading import Photos, default_workers
+from tntprune.data.transforms import input_mode, transform_for
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import Config
 from tntprune.methods.checks import check_whole

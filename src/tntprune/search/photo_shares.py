@@ -12,9 +12,10 @@ from tqdm import tqdm
 
 from tntprune.backbones.base import find_backbone
 from tntprune.data.datasets import open_photos
-from tntprune.data.folders import Photo, Photos, default_workers, input_mode, transform_for
-from tntprune.data.loading import in_order
+from tntprune.data.loading import Photos, default_workers, in_order
+from tntprune.data.photo import Photo
 from tntprune.data.streams import Stream
+from tntprune.data.transforms import input_mode, transform_for
 from tntprune.errors import UsageError, UserError
 
 LEAST = 8  # photos, of which half are searched on

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from tntprune.backbones.attach import device_of
 from tntprune.backbones.models import load_model, random_model
 from tntprune.bench.benchmark import inputs
-from tntprune.data.folders import Batch, Photos, input_mode, transform_for
-from tntprune.data.loading import in_order
+from tntprune.data.loading import Batch, Photos, in_order
+from tntprune.data.transforms import input_mode, transform_for
 from tntprune.errors import UserError
 from tntprune.sweep.planning import PlannedSetting, SweepPlan, SweptModel
 from tntprune.sweep.request import built

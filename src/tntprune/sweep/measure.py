@@ -13,7 +13,7 @@ from torch import nn
 
 from tntprune.analysis.evaluate import Tally
 from tntprune.backbones.attach import device_of
-from tntprune.data.folders import Batch
+from tntprune.data.loading import Batch
 from tntprune.errors import UserError
 from tntprune.system.clock import Watch, in_turns, peak_memory
 from tntprune.system.precision import Precision, autocast

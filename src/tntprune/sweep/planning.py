@@ -16,7 +16,7 @@ from tntprune.analysis.macs import macs
 from tntprune.backbones.base import find_backbone
 from tntprune.backbones.models import ImgSize, shape_of
 from tntprune.bench.candidates import described
-from tntprune.data.folders import Photo
+from tntprune.data.photo import Photo
 from tntprune.errors import UserError
 from tntprune.methods import Config, options, to_dict
 from tntprune.sweep.request import SweepRequest, TrainedReducer, digest, name_of, scheme_of, shaped

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from tntprune.data.folders import default_workers
+from tntprune.data.loading import default_workers
 from tntprune.methods.checks import check_whole
 from tntprune.sweep.host import Host
 from tntprune.sweep.measure import Counted, accuracy, speeds

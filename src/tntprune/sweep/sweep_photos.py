@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import nn
 
-from tntprune.data.folders import Photo, class_index, labelled_photos
-from tntprune.data.photo import some_of
+from tntprune.data.folders import class_index, labelled_photos
+from tntprune.data.photo import Photo, some_of
 from tntprune.errors import UserError
 from tntprune.sweep.request import digest
 

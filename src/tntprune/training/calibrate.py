@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from tntprune.backbones.attach import device_of, reduction_of
 from tntprune.backbones.base import find_backbone
-from tntprune.data.augment import Mixer
 from tntprune.data.batches import LoaderSource, PhotoSource, Source, TensorSource
 from tntprune.data.datasets import open_photos
-from tntprune.data.folders import Photos, default_workers, input_mode, transform_for
+from tntprune.data.loading import Photos, default_workers
+from tntprune.data.mixing import Mixer
+from tntprune.data.transforms import input_mode, transform_for
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.checks import check_whole
 from tntprune.system.distributed import ALONE, ProcessGroup

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from tntprune.backbones.attach import base_of, device_of, reduction_of
 from tntprune.data.batches import Source
 from tntprune.data.datasets import open_photos
-from tntprune.data.folders import default_workers
+from tntprune.data.loading import default_workers
 from tntprune.data.photo import Packed, packed
 from tntprune.errors import UserError
 from tntprune.methods import to_dict

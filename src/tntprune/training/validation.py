@@ -9,9 +9,10 @@ from torch import nn
 
 from tntprune.analysis.evaluate import Tally
 from tntprune.backbones.attach import device_of, reduction_of
-from tntprune.data.folders import Photo, Photos, input_mode, transform_for
-from tntprune.data.loading import in_order
+from tntprune.data.loading import Photos, in_order
+from tntprune.data.photo import Photo
 from tntprune.data.streams import Stream
+from tntprune.data.transforms import input_mode, transform_for
 from tntprune.errors import UserError
 from tntprune.system.distributed import ALONE, ProcessGroup
 
