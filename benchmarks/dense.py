@@ -1,4 +1,4 @@
-"""How near the filled grid of a pruned ViT-Tiny comes to the unpruned one's: docs/dense.md.
+"""How near the filled grid of a pruned ViT-Tiny comes to the unpruned one's: docs/results/dense.md.
 
 python benchmarks/dense.py --weights FILE --data DIR
 """
@@ -64,7 +64,7 @@ def likeness(model: nn.Module, batches: Any) -> dict[str, float]:
 
 
 def main(
-    weights: Path, data: Path, reducer: str = "pretrained", out: Path = Path("docs/dense.md"), limit: int = 325
+    weights: Path, data: Path, reducer: str = "pretrained", out: Path = Path("docs/results/dense.md"), limit: int = 325
 ) -> None:
     """Measure and write the table into the page.
 

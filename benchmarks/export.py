@@ -1,4 +1,4 @@
-"""How fast exported models are, and what they get right. Writes the tables of docs/export.md.
+"""How fast exported models are, and what they get right. Writes the tables of docs/results/export.md.
 
 python benchmarks/export.py --data ../shared/data
 
@@ -132,7 +132,7 @@ def main(
     threads: int = 2,
     photos: int = 0,
     only: Literal["all", "speed", "accuracy"] = "all",
-    page: Path = Path("docs/export.md"),
+    page: Path = Path("docs/results/export.md"),
 ) -> None:
     """Measure and write the tables into the page.
 

@@ -136,7 +136,7 @@ def main(
     rates: tuple[float, ...] = (),
     epochs: int = 3,
     amp: str = "auto",
-    doc: Path = Path("docs/finetune.md"),
+    doc: Path = Path("docs/results/finetune.md"),
 ) -> None:
     """Train, judge, and print the table or write it into the page.
 

@@ -1,4 +1,4 @@
-"""What a latency curve predicts, and what `tntprune bench` then measures. Writes docs/latency.md.
+"""What a latency curve predicts, and what `tntprune bench` then measures. Writes docs/results/latency.md.
 
 python benchmarks/latency.py
 
@@ -53,7 +53,7 @@ def main(
     dtype: str = "fp32",
     seconds: float = 60.0,
     rounds: int = 20,
-    page: Path = Path("docs/latency.md"),
+    page: Path = Path("docs/results/latency.md"),
 ) -> None:
     """Measure the curves, predict, measure, and write the page.
 
@@ -110,25 +110,22 @@ def _slower(counts: dict[int, int]) -> str:
     return f"slower than a larger number: {', '.join(pairs)}." if pairs else "none is slower than a larger one."
 
 
-PAGE = """# Latency, predicted and measured
+PAGE = """# Latency: predicted and measured
 
-`{model}` with random weights, {dtype}. For each batch size and method a curve is measured first: the time of a block
-at many numbers of tokens, of the method's own steps, and of what is around the blocks; each took at most
-{longest:.0f} s. From the numbers of tokens alone it then predicts the time of reduced models that it has not seen,
-and `tntprune bench` measures them, eagerly, {rounds} rounds in turns.
-A prediction may be {wanted} % off: {near} are within that here.
+`tntprune search --latency` predicts the time of a schedule from a table of times per block.
+This page compares its predictions with `tntprune bench`. `{model}` with random weights, {dtype}, eager, {rounds} rounds.
+Measuring one table took at most {longest:.0f} s. Predictions within {wanted} %: {near}.
 
 Written by `python benchmarks/latency.py --seconds {seconds:g}` on {stamp}.
 
-| batch | reduction | predicted ms | measured ms | off | predicted speed-up | measured |
+| batch | reduction | predicted ms | measured ms | error | predicted speed-up | measured speed-up |
 |---:|---|---:|---:|---:|---:|---:|
 {rows}
 
-A curve and the benchmark after it are minutes apart. Where "unpruned" is off as well, the machine was faster or slower
-then than before, and what is left to compare are the speed-ups, each against the unpruned model of its own measurement.
+The table and the benchmark are measured minutes apart. If "unpruned" has an error too, the machine changed its speed in
+between: compare the speed-ups then.
 
-Numbers of patch tokens with which a block takes at least 3 % longer than with a larger number, and the fastest of
-those. {slower}
+**Token counts that are slow.** Some numbers of patch tokens make a block at least 3 % slower than a larger number. {slower}
 
 {notes}
 """

@@ -1,4 +1,4 @@
-"""Whether reading and augmenting photos keeps the model busy. Writes docs/loading.md.
+"""Whether reading and augmenting photos keeps the model busy. Writes docs/results/loading.md.
 
 python benchmarks/loading.py --data ../shared/data/calibration-1000/images
 
@@ -90,7 +90,7 @@ def trained(model: torch.nn.Module, source: Source, steps: int, batch: int) -> t
 
 def main(
     data: Path, batch: int = 32, steps: int = 15, most: int | None = None, device: str = "cpu",
-    page: Path = Path("docs/loading.md"),
+    page: Path = Path("docs/results/loading.md"),
 ) -> None:  # fmt: skip
     """Measure and write the page.
 
@@ -121,33 +121,26 @@ def main(
         print(training[-1], flush=True)
     words = {
         "reading": "\n".join(reading), "training": "\n".join(training), "stamp": stamp(device), "batch": batch,
-        "steps": steps, "workers": usual, "processor": stamp().split(";")[0],
+        "steps": steps, "workers": usual,
     }  # fmt: skip
     write(page, PAGE.format(**words).encode())
     written(page)
 
 
-PAGE = """# Whether the loader keeps the model busy
+PAGE = """# Data loading
 
-Photos are read, augmented and mixed as in a training, in batches of {batch}; each figure is of {steps} steps after a
-first one, which starts the processes. "light" are random crops and mirror images, which is what training has if nothing
-else is asked for; "authors" is all that the authors of TNT train with: RandAugment, random erasing, mixup, cutmix and
-repeated photos.
+Do the reader processes keep the model busy? Photos are read, augmented and mixed as in training, {batch} per batch, {steps} steps
+after a first one. "light": random crops and mirror images, the default. "authors": all augmentation of TNT's authors.
 
 Written by `python benchmarks/loading.py --data PHOTOS` on {stamp}.
 
-## The loader alone
+**Reading alone**, images/s:
 
-Images/s by the number of processes that read (`--workers`), on {processor}.
-
-| workers | light | authors |
+| `--workers` | light | authors |
 |---:|---:|---:|
 {reading}
 
-## Training
-
-Images/s of TNT's training on a frozen model with random weights, all five scorers, with {workers} worker(s), which is
-what is taken if nothing else is asked for; in brackets the share of the time in which the training waits for images.
+**Training** TNT with {workers} worker(s), the default: images/s, and in brackets the share of the time spent waiting for photos.
 
 | model | images in memory | light | authors |
 |---|---:|---:|---:|

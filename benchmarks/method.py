@@ -1,4 +1,4 @@
-"""What TNT's merging gives, and what each of its parts adds: writes the tables of docs/method.md.
+"""What TNT's merging gives, and what each of its parts adds: writes the tables of docs/results/tnt.md.
 
 python benchmarks/method.py --data ../shared/data --out runs/method --part ablation
 python benchmarks/method.py --data ../shared/data --out runs/method --part table --plans runs/search
@@ -116,7 +116,7 @@ def main(
     only: Literal["single", "whole"] | None = None,
     named: tuple[str, ...] = (),
     bf16: bool = False,
-    doc: Path = Path("docs/method.md"),
+    doc: Path = Path("docs/results/tnt.md"),
 ) -> None:
     """Train and judge what is not there yet, or write the page from what is.
 

@@ -1,4 +1,4 @@
-"""The measured parts of docs/method.md, from the figures that benchmarks/method.py has kept."""
+"""The measured parts of docs/results/tnt.md, from the figures that benchmarks/method.py has kept."""
 
 from __future__ import annotations
 

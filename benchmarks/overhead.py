@@ -1,4 +1,4 @@
-"""What a reduction itself costs: its own time as a share of the forward pass. Writes docs/overhead.md.
+"""What a reduction itself costs: its own time as a share of the forward pass. Writes docs/results/overhead.md.
 
 python benchmarks/overhead.py
 
@@ -118,7 +118,7 @@ def cost(model: nn.Module, config: Config, images: torch.Tensor, rounds: int) ->
     return Cost(median(shares), median(totals), median(ratios))
 
 
-def main(batch: int = 8, rounds: int = 25, page: Path = Path("docs/overhead.md")) -> None:
+def main(batch: int = 8, rounds: int = 25, page: Path = Path("docs/results/overhead.md")) -> None:
     """Measure every method and write the page.
 
     Args:
@@ -137,21 +137,22 @@ def main(batch: int = 8, rounds: int = 25, page: Path = Path("docs/overhead.md")
                 f"| {name} | {str(dtype).removeprefix('torch.')} | {found.own:.2f} % | {most} % | {verdict} | "
                 f"{found.slicing:+.1f} % | {found.milliseconds:.0f} |"
             )
-    write(page, PAGE.format(rows="\n".join(lines), stamp=stamp(), batch=batch, rounds=rounds).encode())
+    write(page, PAGE.format(model=MODEL, rows="\n".join(lines), stamp=stamp(), batch=batch, rounds=rounds).encode())
     written(page)
 
 
-PAGE = """# What a reduction itself costs
+PAGE = """# Cost of each method
 
-`deit_small_distilled_patch16_224` with random weights, batches of {batch}, half of the patch tokens kept at block 3.
-"Own" is the time spent in the method (scoring, selecting, gathering or merging, and building the attention map where
-the method works on one) over that of the forward pass; the median of {rounds}. "Against slicing" is how much longer
-the pass takes than one that cuts the same numbers of tokens off at the same places, in turns
-(of ATS as many as can stay at most, so that it comes off better than it is).
+How much time does a method add to the forward pass that it shortens?
+`{model}` with random weights, batch size {batch}, half of the patch tokens kept at block 3.
+
+- **Own time**: the time inside the method (scores, selection, merging, attention maps) as a share of the pass. Median of {rounds}.
+- **Against slicing**: the extra time over a model that cuts off the same number of tokens without choosing them. Median
+  of {rounds} paired ratios. ATS is compared with the most tokens that it can keep, so its figure is optimistic.
 
 Written by `python benchmarks/overhead.py` on {stamp}.
 
-| method | precision | own | limit | within | against slicing | ms a batch |
+| method | precision | own time | limit | within the limit | against slicing | ms per batch |
 |---|---|---:|---:|---|---:|---:|
 {rows}
 """

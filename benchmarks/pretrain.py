@@ -2,7 +2,7 @@
 
 python benchmarks/pretrain.py --out runs/pretrain
 
-Writes docs/pretrain.md. The photos are made here: on each one coloured disc, ring, square or cross among grey ones.
+Writes docs/results/pretrain.md. The photos are made here: on each one coloured disc, ring, square or cross among grey ones.
 Takes a few minutes of one processor.
 """
 
@@ -86,7 +86,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
-def main(out: Path, doc: Path = Path("docs/pretrain.md")) -> None:
+def main(out: Path, doc: Path = Path("docs/results/pretrain.md")) -> None:
     """Run everything and write the page.
 
     Args:
@@ -125,7 +125,7 @@ def page(
     first: dict[str, Any], second: dict[str, Any], third: dict[str, Any], log: list[dict[str, Any]],
     vit16: list[dict[str, Any]], whole: Any, rows: list[Any],
 ) -> str:  # fmt: skip
-    """What docs/pretrain.md says."""
+    """What docs/results/pretrain.md says."""
     judged = [line for line in log if "top1" in line]
     shown = judged[:: max(1, len(judged) // 4)]
     shown = shown if shown[-1] is judged[-1] else [*shown, judged[-1]]
@@ -134,54 +134,27 @@ def page(
         f"| {keep} | {tokens} | {mmacs:.1f} | {tnt:.1f} | {random:.1f} |" for keep, tokens, mmacs, tnt, random in rows
     )
     epochs = "\n".join(f"| {line['epoch']} | {line['top1']:.1f} | {line['ema_top1']:.1f} |" for line in shown)
-    return f"""# A backbone from random weights
+    return f"""# A backbone from random weights, at small scale
 
-The paper reports on a ViT/16 whose weights were never released. `tntprune pretrain` trains it, or any timm model that
-tokens can be dropped from:
+`python benchmarks/pretrain.py --out runs/pretrain` makes {first["photos"]} photos of {classes} classes, {SIDE} x {SIDE} pixels: one
+coloured shape among {CLUTTER} grey ones, on noise. `tntprune pretrain` trains timm's `{MODEL}` on them from random weights
+({first["steps"]} steps, {first["seconds"]:.0f} s). Top-1 on {whole.images} other photos: **{whole.top1:.1f} %** (chance: {100 / classes:.1f} %).
 
-```
-torchrun --nproc-per-node 8 -m tntprune pretrain vit16 --data imagenet/train --val imagenet/val --out runs/vit16
-W="--weights runs/vit16/model.safetensors"
-tntprune train vit16 $W --data imagenet/train --out runs/vit16-tnt --preset published
-tntprune eval vit16 $W --data imagenet/val --reducer runs/vit16-tnt
-```
-
-* What is not given follows DeiT's recipe: 300 epochs, 1,024 photos a step, a peak rate of 0.0005 for each 512 of them,
-  weight decay 0.05, 5 epochs of warm-up, drop-path 0.1, label smoothing 0.1, RandAugment, random erasing, mixup,
-  cutmix, each photo three times in succession, and a moving average. **The paper says nothing about how its ViT/16 was
-  trained**, nor how many heads it has: this recipe and 12 heads are our choice, and what comes out is not the paper's
-  model.
-* It is the trainer of `tntprune train`, with its flags: `--micro-batches` for large batches, `--amp`, `--val`,
-  `--resume`, several processes. `RUN` ends with `model.safetensors`, which has timm's names, `log.jsonl`, `ema/`, and
-  with `--val` the best epoch in `best/`; each folder's `model.safetensors` is for `--weights`.
-* The model gets as many classes as there are class folders, in the order of their names; `--num-classes` says
-  otherwise. Wherever `--weights` is given the model has as many classes as they have.
-* A model with a distillation head is refused, as there is no teacher that this head would learn from.
-
-## At small scale
-
-`python benchmarks/pretrain.py --out runs/pretrain` makes {first["photos"]} photos of {classes} classes,
-{SIDE} x {SIDE}: one coloured shape among {CLUTTER} grey ones, on noise. It trains timm's `{MODEL}` on them from random
-weights, with crops and mirror images only, {first["steps"]} steps in {first["seconds"]:.0f} s. Of {whole.images} other
-photos it is right on **{whole.top1:.1f} %**; chance is {100 / classes:.1f} %.
-
-| epoch | top-1 | top-1 of the average |
+| epoch | top-1 | top-1 of the moving average |
 |---:|---:|---:|
 {epochs}
 
-Then TNT's scorers on it, {second["steps"]} steps in {second["seconds"]:.0f} s, and dropping after block {AT} of 6:
+TNT's scorers were then trained on it ({second["steps"]} steps, {second["seconds"]:.0f} s). Tokens are dropped after block {AT} of 6:
 
 | keep | patch tokens | MMACs | TNT | random drop |
 |---:|---:|---:|---:|---:|
 | 1 | {whole.tokens[0]} | {whole.macs / 1e6:.1f} | {whole.top1:.1f} | {whole.top1:.1f} |
 {table}
 
-The block, the epochs and the rates of this table were settled while looking at these photos: it shows the road, and
-measures nothing that could be compared.
+Block, epochs and rates were chosen on these photos, so this page shows that the path works. It is no comparison of methods.
 
-`vit16` itself, at 64 x 64 pixels with the recipe above, every augmentation and {third["steps"]} steps of {BATCH} photos
-in {PARTS} parts: {third["seconds"]:.0f} s, with losses from {vit16[0]["loss"]:.2f} to {vit16[-1]["loss"]:.2f}; so few
-steps show that it runs, no more.
+`vit16`, the paper's backbone, ran {third["steps"]} steps of {BATCH} photos at 64 x 64 pixels in {PARTS} micro-batches, with every
+augmentation: {third["seconds"]:.0f} s, losses from {vit16[0]["loss"]:.2f} to {vit16[-1]["loss"]:.2f}. A full training was not run.
 
 Measured on {stamp()}, beside other work.
 """

@@ -1,8 +1,8 @@
-"""Trains the scorers that the library ships, measures them, and writes docs/pretrained.md.
+"""Trains the scorers that the library ships, measures them, and writes docs/results/pretrained.md.
 
 python benchmarks/pretrained.py --data ../shared/data --out runs/pretrained
 
-They are trained by `tntprune train` on the 1,000 calibration photos, with the defaults that docs/method.md chose on
+They are trained by `tntprune train` on the 1,000 calibration photos, with the defaults that docs/results/tnt.md chose on
 splits of these, but for a scorer for each of the first five blocks and five times as many epochs. `imagenet-val-1300`
 is looked at once, at the end, to report. The training is kept in its folder, so that it resumes where it stopped.
 """
@@ -55,7 +55,7 @@ def ship(data: Path, run: Path, command: str) -> Path:
     return save(model, SHIPPED / full_name(identity(model)), json.dumps(about))
 
 
-def main(data: Path, out: Path, page: Path = Path("docs/pretrained.md")) -> None:
+def main(data: Path, out: Path, page: Path = Path("docs/results/pretrained.md")) -> None:
     """Everything.
 
     Args:
@@ -79,43 +79,39 @@ def main(data: Path, out: Path, page: Path = Path("docs/pretrained.md")) -> None
     written(page)
 
 
-PAGE = """# Scorers that come with the library
+PAGE = """# Pretrained scorers
 
-TNT for `{name}`, {size:,} bytes, which merges what does not stay ([losing less](method.md)):
+The library contains trained TNT scorers for `{name}` ({size:,} bytes, merging):
 
 ```python
+import timm, tntprune
+
 model = timm.create_model("{name}", pretrained=True).eval()
-tntprune.reduce_(model, "pretrained")  # half of the patch tokens after block 3
-tntprune.reduce_(model, "pretrained", keep=0.7)  # every option that needs no other training can be changed
+tntprune.reduce_(model, "pretrained")  # keeps half of the patch tokens after block 3
+tntprune.reduce_(model, "pretrained", keep=0.7)
 tntprune.reduce_(model, "pretrained", at=(2, 4), keep=0.6)  # any of the blocks 1 to 5
 ```
 
-and `--reducer pretrained` in every command that takes a reducer.
-
-A model is recognised by its name in timm and by the norms of four of its matrices, which have to be within
-{tolerance}: copies in half precision and with another head pass, random weights are refused. The weights that the
-scorers were trained with had no name of their own; they are almost certainly timm's of that name, which the scorers
-say they are for.
+On the command line: `--reducer pretrained`. A model is recognised by its timm name and by the norms of four weight matrices
+(within {tolerance}). Half precision and another head are fine; random weights are refused.
 
 ## Measured
 
-On {images:,} labelled photos of the ImageNet-1k validation set, a subset: compare rows with each other, not with
-published accuracies. In fp32. Agreement is with the unpruned model.
+Top-1 on {images:,} photos of the ImageNet-1k validation set, fp32. This is a subset: compare rows with each other, not with
+published accuracies. Agreement: share of photos with the unpruned model's first guess.
 
 {table}
 
 Written by `python benchmarks/pretrained.py --data ../shared/data --out runs/pretrained` on {stamp}.
 
-## How they were trained
+## Training
 
-In {minutes:.0f} minutes, on 1,000 photos (the NIPS 2017 development set, CC BY 2.0) without their labels:
+{minutes:.0f} minutes on 1,000 unlabelled photos (NIPS 2017 development set, CC BY 2.0). Each batch trains the scorer of one of five
+blocks. All other options are defaults. The weights had no timm name of their own; their norms match timm's `{name}`.
 
 ```
 {command}
 ```
-
-Every batch teaches one of five blocks, so that each has as many steps as a training of your own for one place, which
-has two epochs by default. All else is the default, chosen on splits of the same photos: [losing less](method.md).
 """
 
 

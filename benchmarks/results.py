@@ -1,4 +1,4 @@
-"""Every method on a real model: trains what learns, evaluates every row, and writes docs/results.md.
+"""Every method on a real model: trains what learns, evaluates every row, and writes docs/results/comparison.md.
 
 python benchmarks/results.py --data ../shared/data --out runs/results
 
@@ -63,7 +63,8 @@ BATCH, SPEED_BATCHES = 32, 3
 # photos, keep .5, it gave 69 % (3 epochs), leaving it out 81 % (2 epochs), and random drop 77 %.
 DYNAMIC = ["--method", "dynamicvit", "--lr", "1e-2", "--token-weight", "0"]
 TRAININGS: dict[str, list[str]] = {  # options of `tntprune train`; chosen on a split of the calibration photos
-    "tnt": ["--method", "tnt", "--recipe", "relative", "--epochs", "5"],
+    "tnt": ["--method", "tnt", "--at", "3", "--noise-blocks", "3", "4", "5", "--epochs", "5"],
+    "tnt-dropping": ["--method", "tnt", "--recipe", "relative", "--epochs", "5"],
     "tnt-paper": ["--method", "tnt", "--recipe", "paper", "--epochs", "5"],
     "dynamicvit": [*DYNAMIC, "--epochs", "2"],
     "dynamicvit-tuned": [*DYNAMIC, "--epochs", "2", "--backbone-lr", "1e-5", "--freeze-epochs", "1"],
@@ -96,10 +97,10 @@ def entries() -> list[Entry]:
     """Every method, each as its paper has it, but for the place of the single location."""
     three = (3, 4, 5)
 
-    def tnt(k: float) -> Config:
+    def dropping(k: float) -> Config:
         return TNT(at=3, keep=k, similar=25, recipe="relative")
 
-    def tnt_several(k: float) -> Config:
+    def dropping_several(k: float) -> Config:
         return TNT(at=three, keep=k, similar=40, recipe="relative")
 
     def paper(k: float) -> Config:
@@ -121,7 +122,8 @@ def entries() -> list[Entry]:
         return AViT(at=three, keep=k)
 
     return [
-        Entry("TNT, dropping", tnt, tnt_several, "tnt"),
+        Entry("TNT", lambda k: TNT(at=3, keep=k), lambda k: TNT(at=three, keep=k), "tnt"),
+        Entry("TNT, dropping", dropping, dropping_several, "tnt-dropping"),
         Entry("TNT, paper's recipe", paper, paper_several, "tnt-paper"),
         Entry("random drop", lambda k: Random(at=3, keep=k), lambda k: Random(at=three, keep=k)),
         Entry("Top-K", lambda k: TopK(at=3, keep=k, inside=False), lambda k: TopK(at=three, keep=k)),
@@ -271,7 +273,7 @@ def remembered(path: Path, row: Row, find: Callable[[Row], dict[str, Any]]) -> d
 
 
 def main(
-    data: Path, out: Path, page: Path = Path("docs/results.md"), speed: bool = True, backwards: bool = False
+    data: Path, out: Path, page: Path = Path("docs/results/comparison.md"), speed: bool = True, backwards: bool = False
 ) -> None:
     """Everything.
 
@@ -341,48 +343,40 @@ def text(plan: list[Row], found: dict[str, Any], seconds: dict[str, float]) -> s
 
 
 PAGE = (
-    """# Measured results
+    """# Comparison of methods
 
-`{{model}}` with real weights on 1,300 labelled photos of the ImageNet-1k validation set; unpruned it is right on
-{top1:.1f} %. That is a subset: compare rows with each other, not with published accuracies. What learns was trained
-on 1,000 other photos, on two cores: {trained}. What is called fine-tuned was trained together with the model, all
-else on the frozen one.
+`{{model}}` with real weights on 1,300 labelled photos of the ImageNet-1k validation set. Unpruned top-1: {top1:.1f} %.
+This is a subset: compare rows with each other, not with published accuracies.
+Trainable methods learned from 1,000 other photos on two cores ({trained}). "Fine-tuned" methods trained the whole model; all
+others left it frozen.
 
 Written by `python benchmarks/results.py --data ../shared/data --out runs/results` on {stamp}.
 
-## One location: top-1 over the share of patch tokens that stays after block 3
+## One location: top-1 by the share of patch tokens kept after block 3
 
 {single}
 
-## Several locations: top-1 over MACs
+## Several locations: top-1 by MACs
 
-Rates are found by bisection so that the MACs come nearest to each share of the unpruned model's from below, at the
-blocks of each method's own paper: {places}.
+Each method acts at the blocks of its own paper ({places}). Its rates are scaled to the budget by bisection.
 
 {several}
 
-## How to read this
+## Notes
 
-* TNT drops here, as in the paper: "dropping" is `recipe="relative"`. What it does by default, merging, is in
-  [losing less](method.md).
-* ATS and A-ViT without `at` keep another number of tokens in each image; MACs are then the mean over the images, each
-  taken alone. ATS samples inside block 3, and the rate is that of its draws: fewer tokens stay.
-* A-ViT is made to halt a fixed number here, those nearest to halting, so that it can be compared at equal cost; how it
-  does when each token halts by itself, as published, is in the last rows.
-* EViT, ToMe and Evo-ViT keep something of what they remove (a fused token, merged tokens, a representative).
-* One training of each method serves all its rows. The papers train for 30 to 100 epochs of ImageNet: what fine-tuning
-  on 1,000 photos gives says nothing about that. What the TNT paper's authors reported is in
-  `src/tntprune/paper/published.csv`.
-* Accuracy is under bf16 autocast, with the head in fp32 (the paper's authors evaluate under autocast as well), speed
-  in fp32.
-* Speed is the median ratio to the unpruned model on the same {{batches}} batches of {{batch}}, taken in turns;
-  images/s is the model alone.
+* **TNT** is the library's default, which merges. "TNT, dropping" is `recipe="relative"`, "paper's recipe" the authors' own.
+  Plans of `tntprune search` give more at the same MACs: [TNT in detail](tnt.md).
+* **ATS and A-ViT** keep a different number of tokens per image. MACs are the mean over the images. ATS counts draws, so fewer
+  tokens stay. A-ViT halts a fixed number of tokens here; its own halting is in the last rows.
+* **Training is short.** The papers train for 30 to 100 epochs of ImageNet. One training serves all rows of a method.
+* **Speed-up** is the median ratio to the unpruned model on the same {{batches}} batches of {{batch}}, in turns, fp32. Accuracy is
+  measured under bf16 autocast with the head in fp32.
 
-## Every row: one location
+## All rows: one location
 
 {single_rows}
 
-## Every row: several locations
+## All rows: several locations
 
 {several_rows}
 """.replace("{{model}}", MODEL)

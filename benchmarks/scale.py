@@ -2,7 +2,7 @@
 
 python benchmarks/scale.py --out runs/scale
 
-Writes docs/scale.md. The photos are made here: small JPEGs in a thousand class folders. Takes some minutes.
+Writes docs/results/scale.md. The photos are made here: small JPEGs in a thousand class folders. Takes some minutes.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def same(first: Path, second: Path) -> bool:
     return weights and log(first) == log(second)
 
 
-def main(out: Path, doc: Path = Path("docs/scale.md")) -> None:
+def main(out: Path, doc: Path = Path("docs/results/scale.md")) -> None:
     """Train and evaluate with one process and with two, and with four times as many photos, and write the page.
 
     Args:
@@ -167,7 +167,7 @@ def main(out: Path, doc: Path = Path("docs/scale.md")) -> None:
 
 
 def page(found: dict[str, Done], judged: list[Done], checks: dict[str, bool], steps: int, more: int) -> str:
-    """What docs/scale.md says."""
+    """What docs/results/scale.md says."""
     shown = {"one": (1, FEW, steps), "two": (2, FEW, steps), "four times": (2, MANY, more)}
     rows = "\n".join(
         f"| {processes} | {photos * CLASSES:,} | {count} | {found[name].seconds:.0f} | {mib(found[name].ranks)} "
@@ -179,9 +179,9 @@ def page(found: dict[str, Done], judged: list[Done], checks: dict[str, bool], st
     given = " ".join(f"{name}={value}" for name, value in GIVEN_BACK.items())
     return f"""# A thousand classes in two processes
 
-`python benchmarks/scale.py --out runs/scale` makes folders of {CLASSES:,} classes with small JPEGs in them and trains
-TNT on `{MODEL}` at {SIDE} x {SIDE} pixels as its authors do on ImageNet: every augmentation, mixup and cutmix, each
-photo three times, drop-path, the average, fp16, {EPOCHS} epochs, {BATCH} photos a step in {PARTS} parts:
+`python benchmarks/scale.py --out runs/scale` makes small JPEGs of {CLASSES:,} classes and trains TNT on `{MODEL}` ({SIDE} x {SIDE} pixels)
+with the authors' recipe: all augmentation, mixup, cutmix, repeated photos, drop-path, moving average, fp16. {EPOCHS} epochs,
+{BATCH} photos per step, {PARTS} micro-batches.
 
 ```
 torchrun --nproc-per-node 2 -m tntprune train {MODEL} --data DIR --out RUN \\
@@ -191,18 +191,13 @@ torchrun --nproc-per-node 2 -m tntprune eval {MODEL} --data DIR --reducer RUN
 
 {told}
 
-| processes | photos | steps | seconds | MiB of each process | MiB of each that reads |
+| processes | photos | steps | seconds | MiB per process | MiB per reader process |
 |---:|---:|---:|---:|---:|---:|
 {rows}
 
-Seconds include starting Python; one process reads for each. Evaluating {judged[0].printed["images"]:,} photos took
-{judged[0].seconds:.0f} s with one process and {judged[1].seconds:.0f} s with two.
-
-MiB are the most that each process held, ten times a second, without the pages of libraries that are mapped from files;
-most of it is Python, torch and timm. A process holds the list of the photos, about half a kB for each, and no photo but
-those of a few batches; {(MANY - FEW) * CLASSES:,} more of them would be {held:.0f} MiB. It was measured with
-{given}: left alone, glibc keeps up to 300 MiB of freed batches for later, now more and now less,
-with few photos and with many.
+Seconds include the start of Python. Evaluating {judged[0].printed["images"]:,} photos took {judged[0].seconds:.0f} s with one process and
+{judged[1].seconds:.0f} s with two. Memory is the peak, sampled ten times per second, without mapped library files, with {given}
+(glibc keeps up to 300 MiB of freed batches otherwise). {(MANY - FEW) * CLASSES:,} more photos in memory would take {held:.0f} MiB.
 
 Measured on {stamp()}.
 """

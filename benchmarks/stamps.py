@@ -1,9 +1,9 @@
 """Which code each measured page of docs/ was measured with, so that a test can tell when figures may be stale.
 
 python benchmarks/stamps.py                                   # which pages are stale
-python benchmarks/stamps.py --accept dense.md --why "only renamed"   # a change that leaves the figures as they are
+python benchmarks/stamps.py --accept results/dense.md --why "only renamed"   # a change that leaves the figures as they are
 
-docs/stamps.json has a digest for each page. A benchmark that writes its page renews it. The digest is one of what the
+docs/results/stamps.json has a digest for each page. A benchmark that writes its page renews it. The digest is one of what the
 code does: docstrings, comments, imports, annotations, messages and help are left out, and so is the file in which a
 definition lies. Moving code therefore changes nothing here but `CODE`.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import tyro
 
 ROOT = Path(__file__).parents[1]
-STAMPS = ROOT / "docs" / "stamps.json"
+STAMPS = ROOT / "docs" / "results" / "stamps.json"
 LONG = 80  # characters; a longer text is prose of a page and no figure depends on it
 
 CODE = {  # what figures depend on: files and folders of src/tntprune
@@ -70,21 +70,23 @@ WEIGHTS = "--weights ../shared/data/vit_tiny_patch16_224.safetensors"
 METHOD = ("method.py", "method_lab.py", "method_page.py", "method_plans.py")
 REAL = ("reducing", "counting", "reading", "judging")
 PAGES = {
-    "dense.md": Page(
+    "results/dense.md": Page(
         ("dense.py",), ("reducing", "reading", "filling", "shipping"), f"{WEIGHTS} {DATA}/imagenet-val-1300"
     ),
-    "export.md": Page(("export.py",), ("reducing", "counting", "reading", "timing", "exporting", "shipping"), DATA),
-    "finetune.md": Page(("finetune.py",), (*REAL, "training"), f"{DATA} --out runs/finetune"),
-    "latency.md": Page(("latency.py",), ("reducing", "bench", "latency")),
-    "loading.md": Page(("loading.py",), ("reducing", "reading", "training"), f"{DATA}/calibration-1000/images"),
-    "method.md": Page(METHOD, (*REAL, "training"), f"{DATA} --out runs/method --part page"),
-    "overhead.md": Page(("overhead.py",), ("reducing", "timing")),
+    "results/export.md": Page(
+        ("export.py",), ("reducing", "counting", "reading", "timing", "exporting", "shipping"), DATA
+    ),
+    "results/finetune.md": Page(("finetune.py",), (*REAL, "training"), f"{DATA} --out runs/finetune"),
+    "results/latency.md": Page(("latency.py",), ("reducing", "bench", "latency")),
+    "results/loading.md": Page(("loading.py",), ("reducing", "reading", "training"), f"{DATA}/calibration-1000/images"),
+    "results/tnt.md": Page(METHOD, (*REAL, "training"), f"{DATA} --out runs/method --part page"),
+    "results/overhead.md": Page(("overhead.py",), ("reducing", "timing")),
     "paper.md": Page(("paper.py",), (*REAL, "training", "timing", "paper"), f"{DATA} --out runs/paper"),
-    "performance.md": Page(("performance.py",), ("reducing", "bench", "training"), "--out runs/performance"),
-    "pretrain.md": Page(("pretrain.py",), (*REAL, "training", "pretraining"), "--out runs/pretrain"),
-    "pretrained.md": Page(("pretrained.py",), (*REAL, "training", "shipping"), f"{DATA} --out runs/pretrained"),
-    "results.md": Page(("results.py",), (*REAL, "training", "timing"), f"{DATA} --out runs/results"),
-    "scale.md": Page(("scale.py",), ("training",), "--out runs/scale"),
+    "results/performance.md": Page(("performance.py",), ("reducing", "bench", "training"), "--out runs/performance"),
+    "results/pretrain.md": Page(("pretrain.py",), (*REAL, "training", "pretraining"), "--out runs/pretrain"),
+    "results/pretrained.md": Page(("pretrained.py",), (*REAL, "training", "shipping"), f"{DATA} --out runs/pretrained"),
+    "results/comparison.md": Page(("results.py",), (*REAL, "training", "timing"), f"{DATA} --out runs/results"),
+    "results/scale.md": Page(("scale.py",), ("training",), "--out runs/scale"),
 }
 
 
@@ -167,8 +169,9 @@ def stale() -> dict[str, str]:
 
 def written(page: Path) -> None:
     """Note that a benchmark has written a page of docs/. One that lies elsewhere is only to be looked at."""
-    if page.resolve().parent == STAMPS.parent.resolve():
-        mark(page.name, "measured")
+    docs = STAMPS.parent.parent.resolve()
+    if page.resolve().is_relative_to(docs):
+        mark(page.resolve().relative_to(docs).as_posix(), "measured")
 
 
 def mark(name: str, why: str) -> None:
@@ -187,7 +190,7 @@ def main(accept: tuple[str, ...] = (), why: str = "") -> None:
     """Tell which pages are stale, or accept that a change leaves the figures of some as they are.
 
     Args:
-        accept: Pages, such as dense.md; `all` for every stale one.
+        accept: Pages, such as results/dense.md; `all` for every stale one.
         why: The reason, which is kept.
     """
     if accept and not why.strip():

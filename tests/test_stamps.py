@@ -30,7 +30,7 @@ def test_every_page_that_a_benchmark_writes_has_a_stamp(stamps):
     for script in (ROOT / "benchmarks").glob("*.py"):
         for word in script.read_text().replace('"', " ").replace("`", " ").split():
             if word.startswith("docs/") and word.rstrip(".,:)").endswith(".md") and script.name != "stamps.py":
-                assert Path(word.rstrip(".,:)")).name in stamps.PAGES, f"{script.name} writes {word}"
+                assert word.rstrip(".,:)").removeprefix("docs/") in stamps.PAGES, f"{script.name} writes {word}"
     for name, page in stamps.PAGES.items():
         assert (ROOT / "docs" / name).is_file() and all((ROOT / "benchmarks" / s).is_file() for s in page.scripts)
     kept = json.loads(stamps.STAMPS.read_text())
@@ -83,24 +83,24 @@ def test_what_the_code_does_is_in_the_digest(stamps, old, new):
 def test_a_change_is_told_in_one_line_and_a_reason_is_kept(stamps, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stamps, "STAMPS", tmp_path / "stamps.json")
     kept = {name: {"digest": stamps.digest(name), "date": "2026-01-01", "why": "measured"} for name in stamps.PAGES}
-    kept["dense.md"]["digest"] = "0"
+    kept["results/dense.md"]["digest"] = "0"
     stamps.STAMPS.write_text(json.dumps(kept))
     (told,) = stamps.stale().values()
     assert (
-        "docs/dense.md: its code changed" in told
+        "docs/results/dense.md: its code changed" in told
         and "python benchmarks/dense.py --weights" in told
         and "\n" not in told
     )
     with pytest.raises(SystemExit, match="--accept needs --why"):
-        stamps.main(accept=("dense.md",))
+        stamps.main(accept=("results/dense.md",))
     with pytest.raises(SystemExit, match=r"nothing\.md: no such page"):
         stamps.main(accept=("nothing.md",), why="x")
     stamps.main(accept=("all",), why="only renamed")
-    assert json.loads(stamps.STAMPS.read_text())["dense.md"]["why"] == "only renamed" and not stamps.stale()
+    assert json.loads(stamps.STAMPS.read_text())["results/dense.md"]["why"] == "only renamed" and not stamps.stale()
     assert "every page" in capsys.readouterr().out
 
 
 def test_code_that_was_moved_away_is_named(stamps, monkeypatch):
     monkeypatch.setitem(stamps.CODE, "filling", ("nowhere.py",))
     with pytest.raises(FileNotFoundError, match=r"src/tntprune/nowhere\.py: gone; say in benchmarks/stamps\.py"):
-        stamps.digest("dense.md")
+        stamps.digest("results/dense.md")

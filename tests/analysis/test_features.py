@@ -283,7 +283,7 @@ def test_the_grid_is_the_images(model):
 def test_the_page_says_what_works():
     page = (Path(__file__).parents[2] / "docs" / "dense.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    exec(compile(example, "docs/dense.md", "exec"), {})
+    exec(compile(example, "docs/results/dense.md", "exec"), {})
 
 
 @pytest.mark.realdata
