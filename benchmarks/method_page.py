@@ -169,19 +169,23 @@ PARTS = {  # of the page, by the names of their marks: what writes them, and fro
 
 
 def write_page(folder: Path, doc: Path) -> None:
-    """Put what is there between the page's marks.
+    """Put the measured parts between the marks of docs/results/tnt.md and research-notes.md.
 
     Args:
         folder: With the figures.
-        doc: The page, with a pair of marks for each part. The figures are kept in a folder of its name.
+        doc: The first page; the other lies beside it, and the figures are kept in a folder of the first one's name.
     """
-    figures, text = load(folder, doc.with_suffix("") / "figures.json"), doc.read_text()
-    for name, (table, starts) in PARTS.items():
-        before, rest = text.split(f"<!-- {name} -->")
-        after = rest.split(f"<!-- /{name} -->")[1]
-        stamps = {one["stamp"] for key, one in figures.items() if key.startswith(starts) and "stamp" in one}
-        part = table(figures)
-        where = f"\n\n{'; '.join(sorted(stamps))}." if stamps and part != NOTHING else ""
-        text = f"{before}<!-- {name} -->\n{part}{where}\n<!-- /{name} -->{after}"
-    write(doc, text.encode())
-    written(doc)
+    figures = load(folder, doc.with_suffix("") / "figures.json")
+    for page in (doc, doc.with_name("research-notes.md")):
+        text = page.read_text()
+        for name, (table, starts) in PARTS.items():
+            before, found, rest = text.partition(f"<!-- {name} -->")
+            if not found:
+                continue  # it is on the other page
+            after = rest.split(f"<!-- /{name} -->")[1]
+            stamps = {one["stamp"] for key, one in figures.items() if key.startswith(starts) and "stamp" in one}
+            part = table(figures)
+            where = f"\n\n{'; '.join(sorted(stamps))}." if stamps and part != NOTHING else ""
+            text = f"{before}<!-- {name} -->\n{part}{where}\n<!-- /{name} -->{after}"
+        write(page, text.encode())
+        written(page)

@@ -86,6 +86,7 @@ PAGES = {
     "results/pretrain.md": Page(("pretrain.py",), (*REAL, "training", "pretraining"), "--out runs/pretrain"),
     "results/pretrained.md": Page(("pretrained.py",), (*REAL, "training", "shipping"), f"{DATA} --out runs/pretrained"),
     "results/comparison.md": Page(("results.py",), (*REAL, "training", "timing"), f"{DATA} --out runs/results"),
+    "results/research-notes.md": Page(METHOD, (*REAL, "training"), f"{DATA} --out runs/method --part page"),
     "results/scale.md": Page(("scale.py",), ("training",), "--out runs/scale"),
 }
 
