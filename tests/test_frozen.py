@@ -28,6 +28,8 @@ from tntprune.reduce import reduce_, restore_
 FILE = Path(__file__).with_name("frozen.json")
 FREEZE = bool(os.environ.get("TNTPRUNE_FREEZE"))
 MACHINE = f"torch {torch.__version__.split('+')[0]}, {torch.backends.cpu.get_cpu_capability()}"
+if torch.cpu._is_amx_tile_supported():
+    MACHINE += ", AMX"
 FROZEN = json.loads(FILE.read_text())  # digests by machine
 FORMER = {"merge_weights": "weights", "merge_gates": "fades", "norm_corrections": "lifts"}  # names when it was frozen
 LEARNING = {
