@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +122,13 @@ def definitions(sources: Iterable[str]) -> set[str]:
     Args:
         sources: The text of each file. Into which of them a definition is put makes no difference.
     """
-    found = set()
-    for source in sources:
-        for statement in ast.parse(source).body:
-            text = json.dumps(_plain(statement))
-            if text != "null":
-                found.add(text)
-    return found
+    return {text for source in sources for text in _defined(source)}
+
+
+@cache
+def _defined(source: str) -> frozenset[str]:
+    texts = (json.dumps(_plain(statement)) for statement in ast.parse(source).body)
+    return frozenset(text for text in texts if text != "null")
 
 
 def _plain(node: Any) -> Any:

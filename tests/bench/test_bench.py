@@ -142,11 +142,13 @@ class Narrow(torch.nn.Module):
         return 2 * images[..., : self.count]
 
 
-def test_compiled_whole_with_one_graph_each(monkeypatch):
+@pytest.mark.parametrize("kind", ["small", pytest.param("reduced", marks=pytest.mark.wide)])
+def test_compiled_whole_with_one_graph_each(kind, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     images = photos_for(make("plain"))
-    reduced = candidates(shallow(), [TNT(at=1, tokens=20)])[1].model
-    models = [reduced, *map(Narrow, range(1, 11))]  # more than Dynamo compiles for one code object
+    models = [Narrow(count) for count in range(1, 11)]  # more than Dynamo compiles for one code object
+    if kind == "reduced":
+        models += [one.model for one in candidates(shallow(), [TNT(at=1, tokens=20)])[1:2]]
     with torch.inference_mode():
         for one in models:
             run = backends.prepared(one, "compile")

@@ -68,7 +68,7 @@ def short(*few):
     return [pytest.param(*case, marks=[] if case in few else pytest.mark.wide) for case in CASES]
 
 
-@pytest.mark.parametrize(("kind", "name"), short(("plain", "tome"), ("hf vit_classifier", "tnt-merging")))
+@pytest.mark.parametrize(("kind", "name"), short(("plain", "tnt"), ("hf vit_classifier", "tnt-merging")))
 def test_torch_onnx_export(kind, name, tmp_path):
     model, images = built(kind, name)
     outs, computed = through_onnx(model, images, tmp_path / "model.onnx")
