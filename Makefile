@@ -3,10 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-wide test-all test-oldest lint format types clean
+.PHONY: site demo test test-wide test-all test-oldest lint format types clean
 
 demo: $(READY)
 	$(BIN)/tntprune demo --out demo
+
+# The documentation, in site/.
+site: $(READY)
+	$(BIN)/mkdocs build --strict
 
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
 
@@ -32,7 +36,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-oldest build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest site build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml

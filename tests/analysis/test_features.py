@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -278,12 +277,6 @@ def test_the_grid_is_the_images(model):
     backbone = find_backbone(model)
     assert backbone.grid(model, images) == backbone.layout(model).grid
     assert backbone.grid(reduce_(model, Random(at=1)), images) == backbone.layout(model).grid
-
-
-def test_the_page_says_what_works():
-    page = (Path(__file__).parents[2] / "docs" / "dense.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    exec(compile(example, "docs/results/dense.md", "exec"), {})
 
 
 @pytest.mark.realdata

@@ -192,7 +192,9 @@ def test_it_learns_to_say_what_the_unpruned_model_says():
     for unfreeze, rate in {"all": 3e-4, "norms": 1e-2, "lowrank": 1e-3}.items():
         model = reduce_(digits_vit(), config)
         reduction_of(model).load_state_dict(reduction_of(calibrated).state_dict())
-        calibrate_(model, images, epochs=1, batch_size=16, unfreeze=unfreeze, backbone_lr=rate, amp="none", progress=False)
+        calibrate_(
+            model, images, epochs=1, batch_size=16, unfreeze=unfreeze, backbone_lr=rate, amp="none", progress=False
+        )
         assert divergence(model) < 0.95 * before, unfreeze
 
 

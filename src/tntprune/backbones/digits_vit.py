@@ -26,4 +26,5 @@ def digits_vit() -> VisionTransformer:
 
     model = build()
     model.load_state_dict({name: value.float() for name, value in load_file(WEIGHTS).items()})
+    model.pretrained_cfg = {**model.pretrained_cfg, "architecture": "digits_vit"}
     return model.eval()

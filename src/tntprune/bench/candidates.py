@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from tntprune.analysis.macs import macs
 from tntprune.analysis.speed_bound import Scattered, Slicing, beside
 from tntprune.backbones.attach import base_of, is_reduced, reduction_of, twin_of
 from tntprune.methods import Config
+from tntprune.methods.text import described
 from tntprune.reduce import reduce_
 
 BESIDE = ("bound", "random")  # the methods of what is timed beside a reduction
@@ -76,17 +77,3 @@ def _candidate(method: str, model: nn.Module) -> Candidate:
         if config.by_share and (config.at is not None or config.keep is not None):
             keep = config.given[0] if len(config.given) == 1 else config.given
     return Candidate(method, options, keep, model, cost.base_macs / cost.macs, cost.most, tuple(cost.tokens))
-
-
-def described(config: Config) -> str:
-    """Return a config as one line, as `config_from_text` reads it: its method and what is not at its default."""
-    if parts := getattr(config, "parts", None):
-        return " then ".join(map(described, parts))
-    changed = []
-    for entry in fields(config):
-        value = getattr(config, entry.name)
-        many = value if isinstance(value, tuple) else (value,)
-        default = entry.default if isinstance(entry.default, tuple) else (entry.default,)
-        if many != default and value is not None:
-            changed.append(f"{entry.name}={','.join(map(str, many))}")
-    return " ".join([config.method, *changed])

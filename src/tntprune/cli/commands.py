@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tntprune.cli.app import app
 from tntprune.cli.bench import bench
 from tntprune.cli.counting import info, macs
 from tntprune.cli.demo import demo
@@ -20,4 +21,5 @@ from tntprune.cli.train import pretrain, train
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo, "info": info, "macs": macs, "pretrain": pretrain, "train": train, "eval": evaluate, "sweep": sweep,
     "search": search, "show": show, "bench": bench, "paper": paper, "report": report, "export": export, "push": push,
+    "app": app,
 }  # fmt: skip

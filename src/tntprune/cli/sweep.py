@@ -184,7 +184,7 @@ def _number(value: float | None, width: int, digits: int) -> str:
 
 
 def _setting(name: str, config: dict[str, Any] | None) -> str:
-    from tntprune.bench.candidates import described
     from tntprune.methods import from_dict
+    from tntprune.methods.text import described
 
     return name if config is None else f"{name}: {described(from_dict(config))}"

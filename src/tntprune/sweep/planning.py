@@ -15,10 +15,10 @@ from torch import nn
 from tntprune.analysis.macs import macs
 from tntprune.backbones.base import find_backbone
 from tntprune.backbones.models import ImgSize, shape_of
-from tntprune.bench.candidates import described
 from tntprune.data.photo import Photo
 from tntprune.errors import UserError
 from tntprune.methods import Config, options, to_dict
+from tntprune.methods.text import described
 from tntprune.sweep.request import SweepRequest, TrainedReducer, digest, name_of, scheme_of, shaped
 from tntprune.sweep.results import Setting
 from tntprune.sweep.sweep_photos import Listing

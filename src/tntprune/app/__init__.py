@@ -1,0 +1,1 @@
+"""The explorer: what happens to a photo, in a browser."""

@@ -1,0 +1,144 @@
+"""What can be chosen in the explorer: a model, and a reduction that meets a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from tntprune.analysis.macs import macs
+from tntprune.backbones.attach import twin_of
+from tntprune.backbones.base import find_backbone
+from tntprune.backbones.models import load_model
+from tntprune.errors import UsageError, UserError
+from tntprune.methods import Config, all_methods, obstacle_to, options
+from tntprune.methods.text import as_flags, as_python
+from tntprune.reduce import reduce_
+from tntprune.serialization.checkpoint import load_, read
+from tntprune.serialization.pretrained import PRETRAINED
+
+STEPS = 200  # keep rates among which the one for a budget is sought
+DEPTH = 12  # of the models for which the methods' papers name their blocks
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A model with a reduction.
+
+    Args:
+        config: Of the reduction.
+        model: In eval mode; it shares its weights with the unpruned model.
+        over: Whether even the smallest rate costs more than the budget.
+        source: The saved reduction that was put on, or "".
+    """
+
+    config: Config
+    model: nn.Module
+    over: bool
+    source: str = ""
+
+
+class ExploredModel:
+    """A model, and the reductions that it can have.
+
+    Args:
+        name: As `load_model` takes it.
+        weights: See `load_model`.
+        reducer: A saved reduction, as `load_` takes it; by default the pretrained one, where there is one.
+
+    Raises:
+        UserError: the model or the reduction cannot be loaded.
+    """
+
+    def __init__(self, name: str, weights: Path | None = None, reducer: str | None = None) -> None:
+        self.name, self.weights = name, weights
+        self.model = load_model(name, weights)
+        self.saved: Config | None = None
+        self.source = reducer or PRETRAINED
+        try:
+            self.saved = read(self.source, self.model).config
+        except UserError:
+            if reducer is not None:
+                raise
+
+    def methods(self) -> dict[str, str]:
+        """Return the title of each method that this model can have by its name, a saved reduction's first."""
+        layout = find_backbone(self.model).layout(self.model)
+        titles = {name: kind.title for name, kind in all_methods().items() if obstacle_to(kind, layout) is None}
+        first = self.saved.method if self.saved is not None else ""
+        return {**({first: titles[first]} if first in titles else {}), **titles}
+
+    def reduced(self, method: str, share: float) -> Reduced:
+        """Put a method on a model that shares the weights, at the rate whose MACs come nearest to a budget from below.
+
+        Args:
+            method: Its name.
+            share: Of the unpruned model's MACs, in (0, 1].
+
+        Raises:
+            UserError: the method cannot be applied, or has no rate that can be set.
+        """
+        kind = all_methods()[method]
+        saved = self.saved if self.saved is not None and self.saved.method == method else None
+        start = (
+            saved if saved is not None else kind(**_places(kind, find_backbone(self.model).layout(self.model).depth))
+        )
+        twin, base = twin_of(self.model), macs(self.model).macs
+
+        def cost(step: int) -> float:
+            return macs(reduce_(twin, start.changed(keep=step / STEPS))).macs / base
+
+        step = _largest(cost, share)
+        config, over = start.changed(keep=step / STEPS), cost(step) > share
+        if saved is not None:
+            return Reduced(config, load_(twin, self.source, keep=step / STEPS), over, self.source)
+        return Reduced(config, reduce_(twin, config), over)
+
+    def python(self, reduced: Reduced) -> str:
+        """Return the Python code that makes a reduced model."""
+        own = not self.name.islower() or self.name in ("digits_vit", "vit16")
+        path = [] if self.weights is None else ["from pathlib import Path", ""]
+        if own or self.weights is not None:
+            given = repr(self.name) + ("" if self.weights is None else f", Path({str(self.weights)!r})")
+            lines = [*path, "import tntprune", "from tntprune.backbones.models import load_model", ""]
+            lines.append(f"model = load_model({given})")
+        else:
+            lines = ["import timm, tntprune", "", f"model = timm.create_model({self.name!r}, pretrained=True).eval()"]
+        if reduced.source:
+            lines.append(f"tntprune.load_(model, {reduced.source!r}, keep={reduced.config.given[0]})")
+        else:
+            lines.append(f"tntprune.reduce_(model, tntprune.{as_python(reduced.config)})")
+        return "\n".join([*lines, "print(tntprune.macs(model))"])
+
+    def command(self, reduced: Reduced) -> str:
+        """Return the command that draws the kept tokens of a photo."""
+        flags = f"--reducer {reduced.source} --keep {reduced.config.given[0]}" if reduced.source else ""
+        weights = "" if self.weights is None else f" --weights {self.weights}"
+        return f"tntprune show {self.name} photo.jpg{weights} {flags or as_flags(reduced.config)} --out kept.png"
+
+
+def _places(kind: type[Config], depth: int) -> dict[str, int | tuple[int, ...]]:
+    """Return where a method acts on a model of any depth, if that is not its default."""
+    default = options(kind)["at"].default
+    if default is None:
+        try:
+            kind(keep=0.5)
+        except UsageError:  # its rate is that of some blocks
+            default = 3
+        else:
+            return {}
+    blocks = default if isinstance(default, tuple) else (default,)
+    if max(blocks) < depth:
+        return {"at": default}
+    return {"at": tuple(sorted({max(1, min(depth - 1, round(block * depth / DEPTH))) for block in blocks}))}
+
+
+def _largest(cost: Callable[[int], float], share: float) -> int:
+    """Return the largest of 1 to `STEPS` whose cost is at most a share, by bisection; 1 if there is none."""
+    low, high = 1, STEPS
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if cost(middle) <= share + 1e-9 else (low, middle - 1)
+    return low
