@@ -11,6 +11,10 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tntprune[hf]'")
 
 from transformers import (  # noqa: E402
+    Aimv2Config,
+    Aimv2Model,
+    Aimv2VisionConfig,
+    Aimv2VisionModel,
     CLIPConfig,
     CLIPForImageClassification,
     CLIPModel,
@@ -27,6 +31,18 @@ from transformers import (  # noqa: E402
     Dinov2Model,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersForImageClassification,
+    DINOv3ViTBackbone,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
+    IJepaConfig,
+    IJepaForImageClassification,
+    IJepaModel,
+    MetaClip2Config,
+    MetaClip2ForImageClassification,
+    MetaClip2Model,
+    MetaClip2VisionConfig,
+    MetaClip2VisionModel,
+    MetaClip2VisionModelWithProjection,
     SiglipConfig,
     SiglipForImageClassification,
     SiglipModel,
@@ -35,6 +51,9 @@ from transformers import (  # noqa: E402
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
+    ViTMSNConfig,
+    ViTMSNForImageClassification,
+    ViTMSNModel,
 )
 
 SHAPE: dict[str, Any] = {
@@ -77,9 +96,30 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "siglip_no_head": lambda: SiglipVisionModel(SiglipVisionConfig(**SHAPE, vision_use_head=False)),
     "siglip_classifier": lambda: SiglipForImageClassification(_siglip(**CLASSES)),
     "siglip": lambda: SiglipModel(_siglip()),
+    "msn": lambda: ViTMSNModel(ViTMSNConfig(**SHAPE)),
+    "msn_classifier": lambda: ViTMSNForImageClassification(ViTMSNConfig(**SHAPE, **CLASSES)),
+    "ijepa": lambda: IJepaModel(IJepaConfig(**SHAPE)),
+    "ijepa_classifier": lambda: IJepaForImageClassification(IJepaConfig(**SHAPE, **CLASSES)),
+    "metaclip2_vision": lambda: MetaClip2VisionModel(MetaClip2VisionConfig(**SHAPE)),
+    "metaclip2_projection": lambda: MetaClip2VisionModelWithProjection(
+        MetaClip2VisionConfig(**SHAPE, projection_dim=16)
+    ),
+    "metaclip2_classifier": lambda: MetaClip2ForImageClassification(
+        MetaClip2Config(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16, **CLASSES)
+    ),
+    "metaclip2": lambda: MetaClip2Model(
+        MetaClip2Config(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16)
+    ),
+    "dinov3": lambda: DINOv3ViTModel(DINOv3ViTConfig(**SHAPE, num_register_tokens=3, use_gated_mlp=True)),
+    "dinov3_backbone": lambda: DINOv3ViTBackbone(
+        DINOv3ViTConfig(**SHAPE, num_register_tokens=3, out_features=["stage1", "stage3", "stage4"])
+    ),
+    "aimv2_vision": lambda: Aimv2VisionModel(Aimv2VisionConfig(**SHAPE)),
+    "aimv2_no_head": lambda: Aimv2VisionModel(Aimv2VisionConfig(**SHAPE, use_head=False, is_native=True)),
+    "aimv2": lambda: Aimv2Model(Aimv2Config(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16)),
 }
 CLASSIFIERS = [kind for kind in KINDS if "classifier" in kind or "teacher" in kind]
-WHOLE = ("clip", "siglip")  # with text
+WHOLE = ("clip", "siglip", "metaclip2", "aimv2")  # with text
 WORDS = torch.tensor([[1, 7, 8, 2], [1, 9, 11, 2]])
 
 

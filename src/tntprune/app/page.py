@@ -235,4 +235,3 @@ def _sentence(error: BaseException) -> str:
         told = lack_of_memory(error, []) or f"This cannot be worked out ({type(error).__name__}: {error})"
     line = html.escape(one_line(" ".join(told.split())))
     return "".join(f"\\{letter}" if letter in "*_`[]#$\\" else letter for letter in line)
-

@@ -79,7 +79,7 @@ class HuggingFace(Backbone):
 
     def costs(self, model: nn.Module) -> Costs:
         tower, shape = self.tower(model), self.layout(model)
-        norm = 5 * shape.embed_dim  # as fvcore counts a LayerNorm, for each token
+        norm = self.anatomy.norm * shape.embed_dim  # as fvcore counts it, for each token
         blocks = []
         for block in self.anatomy.blocks(tower):
             parts = self.anatomy.parts(block)

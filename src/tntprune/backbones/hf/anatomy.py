@@ -51,6 +51,7 @@ class Anatomy:
         image_size: A tower's own image size, rows and columns of pixels.
         parts: A block's parts.
         interpolates: Whether its embedding has to be told to interpolate positions, where it does not do so by itself.
+        norm: Multiply-accumulates that its norms are counted with, for each element; 0 for RMS norms.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Anatomy:
     image_size: Callable[[Any], tuple[int, int]]
     parts: Callable[[Any], Parts]
     interpolates: bool = True
+    norm: int = 5
 
     def grid(self, tower: Any, images: torch.Tensor) -> tuple[int, int]:
         """Return rows and columns of patches of such images."""

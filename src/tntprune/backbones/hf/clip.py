@@ -1,4 +1,4 @@
-"""Hugging Face's CLIP: the vision tower alone, with its projection, with a classifier, and inside the whole model."""
+"""Hugging Face's CLIP and MetaCLIP 2: the vision tower alone, with a projection or a classifier, in a whole model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers.models.clip import modeling_clip as clip
+from transformers.models.metaclip_2 import modeling_metaclip_2 as metaclip
 
 from tntprune.backbones.base import Costs
 from tntprune.backbones.hf.adapter import HuggingFace, linears
@@ -17,10 +18,13 @@ from tntprune.backbones.hf.towers import (
     ReducedModel,
     ReducedPooling,
     ReducedTower,
+    derived,
     mean_by_size,
 )
 from tntprune.methods.base import Layout
 from tntprune.ops.tokens import Tokens
+
+FAMILIES = ((clip, "CLIP"), (metaclip, "MetaClip2"))  # and how their classes' names begin
 
 
 def parts(block: Any) -> Parts:
@@ -38,7 +42,7 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 ANATOMY = Anatomy(
     name="CLIP",
-    layers=(clip.CLIPEncoderLayer,),
+    layers=tuple(getattr(module, f"{name}EncoderLayer") for module, name in FAMILIES),
     blocks=lambda tower: tower.encoder.layers,
     prefix=lambda tower: 1,
     patch=lambda tower: tower.embeddings.patch_embedding,
@@ -47,30 +51,16 @@ ANATOMY = Anatomy(
 )
 
 
-class CLIPEncoderLayer(OpenLayer, clip.CLIPEncoderLayer):  # type: ignore[misc]
-    """A CLIPEncoderLayer with a reduction inside it."""
-
-    parts = staticmethod(parts)
-
-
-class CLIPAttention(OpenAttention, clip.CLIPAttention):  # type: ignore[misc]
-    """A CLIPAttention that a reduction can look at."""
-
-    names = ("out_proj", "scale", "dropout")
-
-
-class CLIPVisionModel(ReducedTower, clip.CLIPVisionModel):  # type: ignore[misc]
-    """A CLIPVisionModel whose forward drops or merges tokens."""
-
+class _Tower(ReducedTower):
     anatomy = ANATOMY
 
-    def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+    def embed(self: Any, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
         return self.pre_layrnorm(super().embed(images, **options)[0]), None
 
     def final(self, tokens: Tokens) -> Tokens:
         return tokens  # CLIP's last norm is for the CLS token alone
 
-    def pooled(self, tokens: Tokens) -> torch.Tensor:
+    def pooled(self: Any, tokens: Tokens) -> torch.Tensor:
         return self.post_layernorm(tokens.x[:, 0, :])  # type: ignore[no-any-return]
 
     def forward(self, pixel_values: Any = None, interpolate_pos_encoding: Any = False, **kwargs: Any) -> Any:
@@ -79,40 +69,41 @@ class CLIPVisionModel(ReducedTower, clip.CLIPVisionModel):  # type: ignore[misc]
         return self.answer(pixel_values, masks, kwargs, interpolate_pos_encoding=interpolate_pos_encoding)
 
 
-class CLIPVisionModelWithProjection(ReducedModel, clip.CLIPVisionModelWithProjection):  # type: ignore[misc]
-    """A CLIPVisionModelWithProjection with such a tower."""
-
-
-class CLIPModel(ReducedModel, clip.CLIPModel):  # type: ignore[misc]
-    """A CLIPModel with such a tower; the text is left as it is."""
-
-
-class CLIPForImageClassification(ReducedPooling, clip.CLIPForImageClassification):  # type: ignore[misc]
-    """A CLIPForImageClassification with such a tower."""
-
+class _Classifier(ReducedPooling):
     pool = staticmethod(mean_by_size)
 
-    def forward(self, pixel_values: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+    def forward(self: Any, pixel_values: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         """Turn images into logits, as the unpruned model; the mean weighs merged tokens by their size."""
         options = {"interpolate_pos_encoding": kwargs.pop("interpolate_pos_encoding", False)}
         found = self.vision_model.outputs(pixel_values, (kwargs.get("attention_mask"),), kwargs, pools=False, **options)
         return self.classify(labels, found, kwargs)
 
 
+def _made(ending: str, *mixins: type, **attributes: Any) -> dict[Any, Any]:
+    """Return the class of each family whose name ends so, and the one that it takes on."""
+    kinds = [getattr(module, name + ending) for module, name in FAMILIES]
+    return {kind: derived(kind, *mixins, home=__name__, **attributes) for kind in kinds}
+
+
+OPENED = {
+    **_made("EncoderLayer", OpenLayer, parts=staticmethod(parts)),
+    **_made("Attention", OpenAttention, names=("out_proj", "scale", "dropout")),
+}
+TOWERS = _made("VisionModel", _Tower)
+HOLDERS = {
+    **_made("VisionModelWithProjection", ReducedModel),
+    **_made("ForImageClassification", _Classifier),
+    **_made("Model", ReducedModel),  # the text is left as it is
+}
+
+
 class HuggingFaceCLIP(HuggingFace):
     """The adapter."""
 
     anatomy = ANATOMY
-    swaps: ClassVar = {
-        clip.CLIPVisionModel: CLIPVisionModel,
-        clip.CLIPVisionModelWithProjection: CLIPVisionModelWithProjection,
-        clip.CLIPForImageClassification: CLIPForImageClassification,
-        clip.CLIPModel: CLIPModel,
-    }
-    opened: ClassVar = {clip.CLIPEncoderLayer: CLIPEncoderLayer, clip.CLIPAttention: CLIPAttention}
-    holders: ClassVar = dict.fromkeys(
-        (clip.CLIPVisionModelWithProjection, clip.CLIPForImageClassification, clip.CLIPModel), "vision_model"
-    )
+    swaps: ClassVar = {**TOWERS, **HOLDERS}
+    opened: ClassVar = OPENED
+    holders: ClassVar = dict.fromkeys(HOLDERS, "vision_model")
 
     def pool(self, model: nn.Module) -> str:
         return "avg" if hasattr(model, "classifier") else "token"

@@ -7,17 +7,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import BackboneOutput
 from transformers.models.dinov2 import modeling_dinov2 as plain
 from transformers.models.dinov2_with_registers import modeling_dinov2_with_registers as registers
 
 from tntprune.backbones.base import Costs
 from tntprune.backbones.hf.adapter import HuggingFace, linears
 from tntprune.backbones.hf.anatomy import Anatomy, Parts
-from tntprune.backbones.hf.towers import OpenAttention, OpenLayer, ReducedPooling, ReducedTower, as_asked, mean_by_size
-from tntprune.backbones.reduced import refuse_proxy
+from tntprune.backbones.hf.maps import MapsTower
+from tntprune.backbones.hf.towers import OpenAttention, OpenLayer, ReducedPooling, ReducedTower, mean_by_size
 from tntprune.methods.base import Layout
-from tntprune.ops.tokens import Tokens, fill, spread
+from tntprune.ops.tokens import Tokens
 
 
 def _parts(block: Any) -> Parts:
@@ -98,41 +97,8 @@ class _Classifier(ReducedPooling):
         )
 
 
-class _Backbone(_Tower):
-    def forward(self: Any, pixel_values: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """Turn images into a map of each stage asked for, with dropped places filled as in `tntprune.features`.
-
-        Of a stage come the tokens that its block computed, before those go that are dropped after it; of the last, what
-        is left.
-        """
-        refuse_proxy(pixel_values)
-        wanted = self.check((attention_mask,), kwargs)
-        grid, depth = self.grid(pixel_values), len(self.blocks)
-        maps: list[torch.Tensor] = []
-        states: list[torch.Tensor | None] = []
-
-        def add(number: int, tokens: Tokens) -> None:
-            if self.stage_names[number] not in self.out_features:
-                return
-            tokens = self.reduction.unfold(tokens)
-            tokens = self.final(tokens) if self.config.apply_layernorm else tokens
-            if self.config.reshape_hidden_states:
-                maps.append(fill(tokens, grid))
-            else:
-                maps.append(torch.cat([tokens.x[:, : tokens.prefix], spread(tokens, grid)], 1))  # (B, prefix + N, D)
-
-        def made(number: int, tokens: Tokens) -> None:
-            if number < depth:
-                add(number, tokens)
-
-        def left(number: int, tokens: Tokens) -> None:
-            states.append(tokens.x if number in wanted else None)
-            if number == depth:
-                add(number, self.joined(tokens))
-
-        self.walk(pixel_values, visit=left, made=made)
-        out = BackboneOutput(feature_maps=tuple(maps), hidden_states=tuple(states) if wanted else None)
-        return as_asked(self, out, kwargs)
+class _Backbone(MapsTower, _Tower):
+    """A DINOv2 that gives maps."""
 
 
 class Dinov2Model(_Model, plain.Dinov2Model):  # type: ignore[misc]

@@ -6,6 +6,7 @@ of a saved config, and in its pipelines.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,7 +42,7 @@ class OpenLayer(OpenBlock):
 
     def attention_half(self, x: torch.Tensor, inside: Inside, **context: Any) -> torch.Tensor:
         parts = self.parts(self)
-        return inside.asking(x) + parts.join(parts.attention(parts.norm(x), inside=inside)[0])
+        return inside.asking(x) + parts.join(parts.attention(parts.norm(x), inside=inside, **context)[0])
 
     def mlp_half(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.parts(self)
@@ -64,12 +65,35 @@ class OpenAttention:
             layer(hidden_states).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, n, head_dim)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
+        query, key = self.placed(query, key, **kwargs)
         rate = dropout if self.training else 0.0
         heads = Heads(
             query, key, value, scale, inside.bias, fused=self.config._attn_implementation != "eager", dropout=rate,
             drop=partial(F.dropout, p=rate) if rate else None,
         )  # fmt: skip
         return project(inside.attend(heads).transpose(1, 2).flatten(2)), None
+
+    def placed(self, query: torch.Tensor, key: torch.Tensor, **context: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys (B, heads, n, head_dim) with the positions of their tokens in them."""
+        return query, key
+
+
+def derived(plain: type, *mixins: type, home: str, **attributes: Any) -> type:
+    """Return a static subclass of a class of transformers, for a reduced model. It bears the name of the plain one.
+
+    Families whose modules have the same structure under other names need no code of their own: this function makes
+    their classes.
+
+    Args:
+        plain: The class.
+        *mixins: What comes before it.
+        home: The module that keeps the new class, so that models can be pickled.
+        **attributes: Of the new class.
+    """
+    about = {"__module__": home, "__doc__": f"A {plain.__name__} in which tokens are dropped or merged.", **attributes}
+    kind = type(plain.__name__, (*mixins, plain), about)
+    setattr(sys.modules[home], plain.__name__, kind)
+    return kind
 
 
 class ReducedModel:
@@ -124,15 +148,16 @@ class ReducedTower(ReducedModel, Reduced):
     def grid(self, images: torch.Tensor) -> tuple[int, int]:
         return self.anatomy.grid(self, images)
 
-    def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+    def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
         return self.embeddings(images, **(options or self.anatomy.options(self, images))), None
 
     def run(
         self, number: int, x: torch.Tensor, places: Any, inside: Inside | None = None, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if inside is None:
-            return self.blocks[number - 1](x, None)  # type: ignore[no-any-return]
-        return self.blocks[number - 1](x, None, inside=inside)  # type: ignore[no-any-return]
+        context: dict[str, Any] = {} if places is None else self.context(number, places, inside is not None)
+        if inside is not None:
+            context["inside"] = inside
+        return self.blocks[number - 1](x, None, **context)  # type: ignore[no-any-return]
 
     def pooled(self, tokens: Tokens) -> torch.Tensor | None:
         """Tokens that leave `final` to the `pooler_output`, (B, D)."""

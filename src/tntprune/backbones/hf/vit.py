@@ -1,4 +1,4 @@
-"""Hugging Face's ViT and DeiT: the models alone and with their classifiers."""
+"""Hugging Face's ViT, DeiT, ViT-MSN and I-JEPA, alone and with classifiers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,28 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from transformers.models.deit import modeling_deit as deit
+from transformers.models.ijepa import modeling_ijepa as ijepa
 from transformers.models.vit import modeling_vit as vit
+from transformers.models.vit_msn import modeling_vit_msn as msn
 
 from tntprune.backbones.base import Costs
 from tntprune.backbones.hf.adapter import HuggingFace, linears
 from tntprune.backbones.hf.anatomy import Anatomy, Parts
-from tntprune.backbones.hf.towers import OpenAttention, OpenLayer, ReducedModel, ReducedTower
+from tntprune.backbones.hf.towers import (
+    OpenAttention,
+    OpenLayer,
+    ReducedModel,
+    ReducedPooling,
+    ReducedTower,
+    derived,
+    mean_by_size,
+)
 from tntprune.methods.base import Layout
 from tntprune.ops.tokens import Tokens
+
+FAMILIES = ((vit, "ViT"), (deit, "DeiT"), (msn, "ViTMSN"), (ijepa, "IJepa"))  # and how their classes' names begin
 
 
 def _parts(block: Any) -> Parts:
@@ -27,33 +40,13 @@ def _parts(block: Any) -> Parts:
 
 ANATOMY = Anatomy(
     name="ViT",
-    layers=(vit.ViTLayer, deit.DeiTLayer),
+    layers=tuple(getattr(module, f"{name}Layer") for module, name in FAMILIES),
     blocks=lambda tower: tower.layers,
-    prefix=lambda tower: 2 if hasattr(tower.embeddings, "distillation_token") else 1,
+    prefix=lambda tower: sum(hasattr(tower.embeddings, name) for name in ("cls_token", "distillation_token")),
     patch=lambda tower: tower.embeddings.patch_embeddings.projection,
     image_size=lambda tower: tuple(tower.embeddings.patch_embeddings.image_size),
     parts=_parts,
 )
-
-
-class ViTLayer(OpenLayer, vit.ViTLayer):  # type: ignore[misc]
-    """A ViTLayer with a reduction inside it."""
-
-    parts = staticmethod(_parts)
-
-
-class DeiTLayer(OpenLayer, deit.DeiTLayer):  # type: ignore[misc]
-    """A DeiTLayer with a reduction inside it."""
-
-    parts = staticmethod(_parts)
-
-
-class ViTAttention(OpenAttention, vit.ViTAttention):  # type: ignore[misc]
-    """A ViTAttention that a reduction can look at."""
-
-
-class DeiTAttention(OpenAttention, deit.DeiTAttention):  # type: ignore[misc]
-    """A DeiTAttention that a reduction can look at."""
 
 
 class _Tower(ReducedTower):
@@ -66,7 +59,8 @@ class _Tower(ReducedTower):
         return replace(tokens, x=self.layernorm(tokens.x))
 
     def pooled(self: Any, tokens: Tokens) -> torch.Tensor | None:
-        return None if self.pooler is None else self.pooler(tokens.x)
+        pooler = getattr(self, "pooler", None)  # ViT-MSN has none
+        return None if pooler is None else pooler(tokens.x)
 
     def forward(
         self,
@@ -81,69 +75,80 @@ class _Tower(ReducedTower):
         return self.answer(pixel_values, masks, kwargs, interpolate_pos_encoding=interpolate_pos_encoding)
 
 
-class ViTModel(_Tower, vit.ViTModel):  # type: ignore[misc]
-    """A ViTModel whose forward drops or merges tokens."""
+class _Pooling(ReducedPooling):
+    """I-JEPA's classifier, which takes the mean of all tokens."""
+
+    pool = staticmethod(mean_by_size)
+
+    def forward(
+        self: Any, pixel_values: Any = None, labels: Any = None, interpolate_pos_encoding: Any = None, **kwargs: Any
+    ) -> Any:
+        """Turn images into logits, as the unpruned model; the mean weighs merged tokens by their size."""
+        options = {"interpolate_pos_encoding": interpolate_pos_encoding}
+        loss = {name: value for name, value in kwargs.items() if name != "return_dict"}
+        found = self.ijepa.outputs(pixel_values, (kwargs.get("attention_mask"),), kwargs, pools=False, **options)
+        return self.classify(labels, found, kwargs, **loss)
 
 
-class DeiTModel(_Tower, deit.DeiTModel):  # type: ignore[misc]
-    """A DeiTModel whose forward drops or merges tokens."""
-
-
-class ViTForImageClassification(ReducedModel, vit.ViTForImageClassification):  # type: ignore[misc]
-    """A ViTForImageClassification with such a tower."""
-
-
-class DeiTForImageClassification(ReducedModel, deit.DeiTForImageClassification):  # type: ignore[misc]
-    """A DeiTForImageClassification with such a tower."""
-
-
-class DeiTForImageClassificationWithTeacher(
-    ReducedModel,
-    deit.DeiTForImageClassificationWithTeacher,  # type: ignore[misc]
-):
-    """A DeiTForImageClassificationWithTeacher with such a tower."""
+OPENED = {
+    kind: derived(kind, mixin, home=__name__, **attributes)
+    for module, name in FAMILIES
+    for kind, mixin, attributes in (
+        (getattr(module, f"{name}Layer"), OpenLayer, {"parts": staticmethod(_parts)}),
+        (getattr(module, f"{name}Attention"), OpenAttention, {}),
+    )
+}
+TOWERS = {
+    kind: derived(kind, _Tower, home=__name__)
+    for kind in (getattr(module, f"{name}Model") for module, name in FAMILIES)
+}
+HOLDERS = {  # classifiers, and the name of the tower in them
+    vit.ViTForImageClassification: "vit",
+    deit.DeiTForImageClassification: "deit",
+    deit.DeiTForImageClassificationWithTeacher: "deit",
+    msn.ViTMSNForImageClassification: "vit",
+    ijepa.IJepaForImageClassification: "ijepa",
+}
 
 
 class HuggingFaceViT(HuggingFace):
     """The adapter."""
 
     anatomy = ANATOMY
+    opened: ClassVar = OPENED
+    holders: ClassVar = HOLDERS
     swaps: ClassVar = {
-        vit.ViTModel: ViTModel,
-        vit.ViTForImageClassification: ViTForImageClassification,
-        deit.DeiTModel: DeiTModel,
-        deit.DeiTForImageClassification: DeiTForImageClassification,
-        deit.DeiTForImageClassificationWithTeacher: DeiTForImageClassificationWithTeacher,
-    }
-    opened: ClassVar = {
-        vit.ViTLayer: ViTLayer,
-        deit.DeiTLayer: DeiTLayer,
-        vit.ViTAttention: ViTAttention,
-        deit.DeiTAttention: DeiTAttention,
-    }
-    holders: ClassVar = {
-        vit.ViTForImageClassification: "vit",
-        deit.DeiTForImageClassification: "deit",
-        deit.DeiTForImageClassificationWithTeacher: "deit",
+        **TOWERS,
+        **{
+            kind: derived(kind, _Pooling if name == "ijepa" else ReducedModel, home=__name__)
+            for kind, name in HOLDERS.items()
+        },
     }
 
+    def pool(self, model: nn.Module) -> str:
+        return "token" if self.anatomy.prefix(self.tower(model)) else "avg"
+
     def ends(self, model: Any, costs: Costs, shape: Layout) -> Costs:
-        tower: Any = self.tower(model)
-        heads = [tower.pooler] if tower.pooler is not None else []
+        pooler = getattr(self.tower(model), "pooler", None)
+        heads = [pooler] if pooler is not None else []
         heads += [getattr(model, name) for name in ("classifier", "cls_classifier", "distillation_classifier")
                   if hasattr(model, name)]  # fmt: skip
         return costs._replace(head=linears(*heads))
 
+    def unpruned(self, tower: Any, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out = tower(images, **self.anatomy.options(tower, images))
+        return out.last_hidden_state, out.get("pooler_output")
+
     def head(self, model: Any, tokens: Tokens, pooled: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        cls = tokens.x[:, 0]
+        first = tokens.x[:, 0] if tokens.prefix else mean_by_size(tokens)
         if isinstance(model, deit.DeiTForImageClassificationWithTeacher):
-            logits = model.cls_classifier(cls)
+            logits = model.cls_classifier(first)
             return (logits + model.distillation_classifier(tokens.x[:, 1])) / 2, logits
         if hasattr(model, "classifier"):
-            cls = model.classifier(cls)
+            first = model.classifier(first)
         elif pooled is not None:
-            cls = pooled
-        return cls, cls
+            first = pooled
+        return first, first
 
 
 ADAPTER = HuggingFaceViT()
