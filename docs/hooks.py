@@ -28,4 +28,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def _mathml(found: re.Match[str]) -> str:
     block = found[1] is not None
     formula: str = convert((found[1] or found[2]).strip(), display="block" if block else "inline")
-    return formula
+    return f'<div style="overflow-x: auto">{formula}</div>' if block else formula

@@ -34,7 +34,7 @@ def reduce_(model: Model, config: Config | Plan | str | Path, *more: Config, **c
         UsageError: the config does not fit the model.
 
     Warns:
-        UserNote: what the model's reduction has learned is lost.
+        UserNote: the model's reduction was trained and not saved; what it learned is lost.
     """
     if isinstance(config, str | Path | Plan):
         if isinstance(config, str) and config in all_methods() and not Path(config).exists():
@@ -48,10 +48,10 @@ def reduce_(model: Model, config: Config | Plan | str | Path, *more: Config, **c
         )
     before = reduction_of(model) if is_reduced(model) else None
     attach(model, config, *more)
-    if before is not None and before.trains and before.calibrated:
+    if before is not None and before.unsaved:
         warnings.warn(
-            f"what {before.config.method} learned goes with the reduction that is replaced; to keep it with other "
-            "options, tntprune.save it and tntprune.load_(model, folder, keep=...)",
+            f"the scorers that {before.config.method} learned are lost, because its reduction was replaced; to keep "
+            "them, call tntprune.save first, and tntprune.load_(model, folder, keep=...) for other options",
             UserNote,
             stacklevel=2,
         )

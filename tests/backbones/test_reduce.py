@@ -13,7 +13,7 @@ from torch import nn
 
 import tntprune
 from conftest import make, photos_for
-from tntprune import TNT, Random, UsageError, UserError, reduce_, restore_
+from tntprune import TNT, Random, UsageError, UserError, calibrate_, load_, reduce_, restore_, save
 from tntprune.backbones.attach import base_of, reduction_of
 from tntprune.errors import UserNote
 
@@ -188,14 +188,20 @@ def test_what_is_no_config_is_refused(given, told):
         reduce_(make("plain"), given)
 
 
-def test_a_reduction_that_has_learned_is_not_lost_without_a_word():
+def test_a_reduction_that_has_learned_is_not_lost_without_a_word(tmp_path):
     model = reduce_(make("plain"), TNT(at=2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         reduce_(model, TNT(at=3))  # nothing was learned
-        reduction_of(model).set_calibrated()
-    with pytest.warns(UserNote, match="what tnt learned goes with the reduction that is replaced"):
+    images = torch.randn(4, 3, 32, 32)
+    calibrate_(model, images, epochs=1, batch_size=2, progress=False)
+    with pytest.warns(UserNote, match="the scorers that tnt learned are lost"):
         reduce_(model, TNT(at=3, keep=0.25))
+    save(calibrate_(model, images, epochs=1, batch_size=2, progress=False), tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reduce_(model, TNT(at=3, keep=0.5))  # nothing is lost
+        reduce_(load_(model, tmp_path), TNT(at=3))
 
 
 def test_public_names_are_listed_before_they_are_used():

@@ -19,7 +19,7 @@ pytest.importorskip("gradio")
         (["--model", "nonsense"], "unknown model 'nonsense'"),
         (["--weights", "missing.safetensors"], "missing.safetensors"),
         (["--reducer", "missing"], "missing"),
-        (["--port", "0"], "--port"),
+        (["--port", "0"], "port=0"),
     ],
 )
 def test_what_cannot_be_opened_is_told_in_one_line(arguments, told, capsys):

@@ -77,7 +77,7 @@ def view(photo: Path, model: nn.Module) -> View:
         BadImage: it cannot be read.
     """
     config = resolve_model_data_config(model)
-    images = transform_for(model)(read_image(photo, input_mode(model), upright=True))[None]
+    images = transform_for(model)(read_image(photo, input_mode(model), upright=True, name=photo.name))[None]
     pixels = to_pixels(images[0], config["mean"], config["std"])
     zoom = -(-SIDE // min(pixels.shape[:2]))
     return View(images, pixels.repeat(zoom, 0).repeat(zoom, 1))

@@ -26,8 +26,10 @@ faintly striped ones are merged into kept ones, strongly striped ones are droppe
 SUGGESTED = ("vit_tiny_patch16_224", "deit_small_distilled_patch16_224", "vit_small_patch14_dinov2")
 CSS = """
 #message:not(:empty) p { background: #b3261e; color: white; padding: .6em .9em; border-radius: .5em; margin: 0; }
-.facts table { width: 100%; display: table; } .facts td, .facts th { padding: .25em .5em; }
-.facts td:not(:first-child) { text-align: right; }
+.facts table { width: 100%; display: table; table-layout: auto; }
+.facts td, .facts th { padding: .25em .5em; overflow-wrap: normal; word-break: normal; }
+.facts td:not(:first-child) { text-align: right; white-space: nowrap; }
+.facts table ~ table td:nth-child(3) { text-align: left; white-space: normal; }
 footer { display: none !important; }
 """
 SMALL = 0.15  # the least budget
@@ -212,9 +214,9 @@ def facts(found: Outcome) -> str:
     lines = [f"> {found.note}\n"] if found.note else []
     lines += [
         "| | unpruned | reduced | |", "|---|---:|---:|---:|",
-        f"| {unit} | {base / scale:.2f} | {own / scale:.2f} | {base / own:.2f} x fewer |",
-        f"| ms per image, measured here | {base_ms:.1f} | {own_ms:.1f} | {base_ms / own_ms:.2f} x as fast |",
-        f"| patch tokens at the end | {found.counts[0]} | {found.counts[-1]} | |",
+        f"| {unit} | {base / scale:.2f} | {own / scale:.2f} | {base / own:.2f} x less |",
+        f"| ms per image, here | {base_ms:.1f} | {own_ms:.1f} | {base_ms / own_ms:.2f} x speed |",
+        f"| tokens at the end | {found.counts[0]} | {found.counts[-1]} | |",
         f"| cosine of the outputs | | {found.cosine:.3f} | |",
     ]  # fmt: skip
     if found.before:

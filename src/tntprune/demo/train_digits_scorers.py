@@ -5,6 +5,7 @@ python -m tntprune.demo.train_digits_scorers --out src/tntprune/assets/pretraine
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tntprune.backbones.digits_vit import digits_vit
@@ -20,7 +21,8 @@ def rebuild(out: Path, epochs: int = 6, seed: int = 0) -> None:
     images, _ = cluttered_digits("train", copies=2, seed=seed)
     model = reduce_(digits_vit(), TNT(at=2, keep=0.5, noise_blocks=(1, 2, 3, 4)))
     calibrate_(model, images, epochs=epochs, seed=seed, amp="none")
-    save(model, out)
+    about = {"command": "python -m tntprune.demo.train_digits_scorers", "training": {"epochs": epochs, "seed": seed}}
+    save(model, out, made_by=json.dumps(about))
 
 
 if __name__ == "__main__":

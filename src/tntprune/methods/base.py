@@ -70,6 +70,7 @@ class Method(nn.Module):
     learners = 1  # blocks at which something is learned, each from a part of the steps
     trained: float = 1.0  # share of a training that is over; set by the trainer
     calibrated: bool = True  # whether its parameters were trained or loaded
+    unsaved: bool = False  # whether they were trained and not saved since
     warned: bool = False  # whether `warn_uncalibrated` has been called in a forward pass
 
     def __init__(self, config: Config, layout: Layout) -> None:

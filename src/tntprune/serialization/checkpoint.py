@@ -73,6 +73,7 @@ def save(
     if weights:
         save_weights(model, folder)
     write(folder / FILE, packed(tensors or {EMPTY: torch.zeros(1)}, metadata=about))
+    method.unsaved = False
     if card:
         from tntprune.serialization.card import CARD, model_card
 

@@ -62,7 +62,10 @@ def fit(
         raise UserError(
             "the model was made under torch.inference_mode(), so it cannot be trained; expected one made outside of it"
         )
-    calibrated, before = method.calibrated, {name: value.clone() for name, value in method.state_dict().items()}
+    was, before = (
+        (method.calibrated, method.unsaved),
+        {name: value.clone() for name, value in method.state_dict().items()},
+    )
     epochs = training.passes(source.per_epoch, method.learners)
     total = epochs * source.per_epoch
     training = replace(training, epochs=epochs)
@@ -84,7 +87,8 @@ def fit(
                     loss = trainer.step(number, list(islice(parts, len(trainer.share.mine)))).item()
                 except Diverged:
                     method.load_state_dict(before)
-                    method.set_calibrated(calibrated)
+                    method.set_calibrated(was[0])
+                    method.unsaved = was[1]
                     raise
                 average = loss if math.isnan(average) else 0.95 * average + 0.05 * loss
                 bar.set_postfix(loss=f"{average:.4f}", refresh=False)

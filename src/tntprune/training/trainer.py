@@ -175,6 +175,7 @@ class Trainer:
             self.average.update(self.whole)
         if not self.training.unfreeze:
             self.method.set_calibrated()
+            self.method.unsaved = True
         return loss
 
     def add_up(self, loss: torch.Tensor) -> torch.Tensor:
