@@ -58,6 +58,7 @@ KEEP = (0.8, 0.7, 0.6, 0.5, 0.35, 0.25)  # after block 3
 SHARES = (0.8, 0.7, 0.6, 0.5, 0.4)  # of the unpruned model's MACs, over several blocks
 ITSELF = "each token by itself"  # A-ViT as published
 BATCH, SPEED_BATCHES = 32, 3
+README = Path(__file__).parents[1] / "README.md"
 
 # Without the loss on tokens, perhaps because it rewards keeping those that hardly change: on a split of the calibration
 # photos, keep .5, it gave 69 % (3 epochs), leaving it out 81 % (2 epochs), and random drop 77 %.
@@ -296,48 +297,89 @@ def main(
     for row in tqdm(plan, unit="row", desc="speed"):
         found[row.slug] |= remembered(out / f"{row.slug}-speed.json", row, bench.speed)
     write(page, text(plan, found, seconds).encode())
+    write(page.with_suffix(".csv"), table_of_rows(plan, found).encode())
+    fill_readme(readme(plan, found))
     written(page)
 
 
-def line(row: Row, f: dict[str, Any]) -> str:
-    """One line of a table."""
-    name = "unpruned" if row.entry is None else row.entry.name
-    return (
-        f"| {name} | {row.where} | {f['top1']:.1f} | {f['agreement']:.1f} | {f['macs'] / 1e9:.3f} | "
-        f"{f['speedup']:.2f} | {f['images_per_s']:.0f} |"
-    )
-
-
 def overview(plan: list[Row], found: dict[str, Any], settings: list[str]) -> str:
-    """Top-1 of every method over the settings, the best of each in bold."""
+    """Top-1 and speed-up of every method over the settings, the best top-1 of each in bold."""
     lines = [f"| method | {' | '.join(settings)} |", f"|---|{'---:|' * len(settings)}"]
-    named: dict[str, dict[str, float]] = {}
+    named: dict[str, dict[str, dict[str, Any]]] = {}
     for row in plan:
         if row.entry is not None and row.where in settings:
-            named.setdefault(row.entry.name, {})[row.where] = found[row.slug]["top1"]
-    best = {where: max(scores[where] for scores in named.values()) for where in settings}
-    for name, scores in named.items():
-        cells = [f"**{scores[w]:.1f}**" if scores[w] == best[w] else f"{scores[w]:.1f}" for w in settings]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+            named.setdefault(row.entry.name, {})[row.where] = found[row.slug]
+    best = {where: max(cells[where]["top1"] for cells in named.values()) for where in settings}
+    for name, cells in named.items():
+        told = []
+        for where in settings:
+            top1 = f"{cells[where]['top1']:.1f}"
+            told.append(
+                f"{f'**{top1}**' if cells[where]['top1'] == best[where] else top1} ({cells[where]['speedup']:.2f})"
+            )
+        lines.append(f"| {name} | {' | '.join(told)} |")
     return "\n".join(lines)
+
+
+def itself(plan: list[Row], found: dict[str, Any]) -> str:
+    """A-ViT where each token halts by itself."""
+    told = []
+    for row in plan:
+        if row.where == ITSELF and row.entry is not None:
+            one = found[row.slug]
+            told.append(
+                f"{row.entry.name}: top-1 {one['top1']:.1f}, {one['macs'] / 1e9:.2f} GMACs, {one['speedup']:.2f} times as fast"
+            )
+    return "; ".join(told)
+
+
+def table_of_rows(plan: list[Row], found: dict[str, Any]) -> str:
+    """Every row as CSV."""
+    lines = ["method,setting,top1,agreement,macs,speedup,images_per_s"]
+    for row in plan:
+        one, name = found[row.slug], "unpruned" if row.entry is None else row.entry.name
+        figures = (
+            f"{one['top1']:.2f},{one['agreement']:.2f},{one['macs']:.0f},{one['speedup']:.3f},{one['images_per_s']:.1f}"
+        )
+        lines.append(f'"{name}","{row.where}",{figures}')
+    return "\n".join(lines) + "\n"
+
+
+def readme(plan: list[Row], found: dict[str, Any]) -> str:
+    """The README's table: five methods that keep a half and a quarter of the tokens after block 3."""
+    base = found["unpruned"]
+    lines = [
+        "| patch tokens kept after block 3 | 50 %: top-1 | speed-up | 25 %: top-1 | speed-up |", "|---|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for name in ("TNT", "ToMe", "EViT", "DynamicViT", "random drop"):
+        own = {row.where: found[row.slug] for row in plan if row.entry is not None and row.entry.name == name}
+        half, quarter = own["0.5"], own["0.25"]
+        title = f"**{name}**" if name == "TNT" else name
+        lines.append(
+            f"| {title} | {half['top1']:.1f} | {half['speedup']:.2f} | {quarter['top1']:.1f} | {quarter['speedup']:.2f} |"
+        )
+    told = (
+        f"`{MODEL}` on 1,300 photos of the ImageNet validation set; unpruned top-1 {base['top1']:.1f} %. Trainable methods learned "
+        f"from 1,000 other photos on the frozen model. Speed on two CPU cores, batch {BATCH}, fp32."
+    )
+    return "\n".join([*lines, "", f"{told} [All methods](docs/results/comparison.md)."])
+
+
+def fill_readme(text: str) -> None:
+    """Put the table between the README's marks."""
+    start, end = "<!-- results: written by benchmarks/results.py -->", "<!-- end of results -->"
+    before, rest = README.read_text().split(start)
+    write(README, f"{before}{start}\n{text}\n{end}{rest.split(end)[1]}".encode())
 
 
 def text(plan: list[Row], found: dict[str, Any], seconds: dict[str, float]) -> str:
     """The page."""
     single, several = [f"{keep}" for keep in KEEP], [f"{share} of the MACs" for share in SHARES]
-    header = (
-        "| method | setting | top-1 | agrees with the unpruned | GMACs | speed-up | images/s |\n|---|---|" + "---:|" * 5
-    )
     places = "; ".join(f"{entry.name} {entry.note}" for entry in entries())
-    first = line(plan[0], found["unpruned"])
-
-    def table(settings: list[str]) -> str:
-        lines = [line(row, found[row.slug]) for where in settings for row in plan if row.where == where]
-        return "\n".join([header, first, *lines])
-
+    base = found["unpruned"]
     return PAGE.format(
-        top1=found["unpruned"]["top1"], single=overview(plan, found, single), several=overview(plan, found, several),
-        single_rows=table(single), several_rows=table([*several, ITSELF]), places=places, stamp=stamp(),
+        top1=base["top1"], gmacs=f"{base['macs'] / 1e9:.3f}", single=overview(plan, found, single),
+        several=overview(plan, found, several), itself=itself(plan, found), places=places, stamp=stamp(),
         trained="; ".join(f"{name} {value:.0f} s" for name, value in seconds.items()),
     )  # fmt: skip
 
@@ -345,18 +387,20 @@ def text(plan: list[Row], found: dict[str, Any], seconds: dict[str, float]) -> s
 PAGE = (
     """# Comparison of methods
 
-`{{model}}` with real weights on 1,300 labelled photos of the ImageNet-1k validation set. Unpruned top-1: {top1:.1f} %.
+`{{model}}` with real weights on 1,300 labelled photos of the ImageNet-1k validation set. Unpruned: top-1 {top1:.1f} %, {gmacs} GMACs.
 This is a subset: compare rows with each other, not with published accuracies.
 Trainable methods learned from 1,000 other photos on two cores ({trained}). "Fine-tuned" methods trained the whole model; all
 others left it frozen.
 
 Written by `python benchmarks/results.py --data ../shared/data --out runs/results` on {stamp}.
 
-## One location: top-1 by the share of patch tokens kept after block 3
+Cells are top-1 and, in brackets, the speed-up. All rows with agreement, MACs and images/s are in `docs/results/comparison.csv`.
+
+## One location: by the share of patch tokens kept after block 3
 
 {single}
 
-## Several locations: top-1 by MACs
+## Several locations: by MACs
 
 Each method acts at the blocks of its own paper ({places}). Its rates are scaled to the budget by bisection.
 
@@ -367,18 +411,10 @@ Each method acts at the blocks of its own paper ({places}). Its rates are scaled
 * **TNT** is the library's default, which merges. "TNT, dropping" is `recipe="relative"`, "paper's recipe" the authors' own.
   Plans of `tntprune search` give more at the same MACs: [TNT in detail](tnt.md).
 * **ATS and A-ViT** keep a different number of tokens per image. MACs are the mean over the images. ATS counts draws, so fewer
-  tokens stay. A-ViT halts a fixed number of tokens here; its own halting is in the last rows.
+  tokens stay. A-ViT halts a fixed number of tokens here. With its own halting: {itself}.
 * **Training is short.** The papers train for 30 to 100 epochs of ImageNet. One training serves all rows of a method.
 * **Speed-up** is the median ratio to the unpruned model on the same {{batches}} batches of {{batch}}, in turns, fp32. Accuracy is
   measured under bf16 autocast with the head in fp32.
-
-## All rows: one location
-
-{single_rows}
-
-## All rows: several locations
-
-{several_rows}
 """.replace("{{model}}", MODEL)
     .replace("{{batches}}", str(SPEED_BATCHES))
     .replace("{{batch}}", str(BATCH))
