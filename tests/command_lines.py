@@ -33,6 +33,7 @@ CHEAP = {  # so that a valid line ends within seconds
     "--batch-size": "4", "--batch-sizes": "2", "--check-size": "2", "--calibration-size": "4", "--together": "4",
 }  # fmt: skip
 ALWAYS = {  # the same for whole commands: a demo takes half a minute, and methods that learn are trained by search
+    "app": (("--port", "-1"), ("--port", "1e9"), ("--port", "x"), ("--model", "nonsense")),  # it would serve for good
     "demo": (("--seed", "-1"), ("--seed", "1e38"), ("--seed", "x"), ("--seed", str(2**64))),
     "search": (("--method", "topk"), ("--method", "tome"), ("--method", "random"), ("--method", "evit")),
     "paper": (("--backbones", "digits_vit", "--dry-run"), ("--backbones", "digits_vit", "--only", "single", "topk")),

@@ -21,6 +21,7 @@ from hf_models import DINO, WORDS, make, transformers
 from tntprune.backbones.base import FAMILIES, _adapters
 from tntprune.cli.commands import COMMANDS
 from tntprune.cli.main import _parse, main
+from tntprune.methods import registry
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -98,6 +99,8 @@ def place(tmp_path, monkeypatch):
     """A folder with the photos and files that the pages name, and models without a network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tntprune.training.config.STEPS", 2)
+    monkeypatch.setattr(registry, "METHODS", dict(registry.METHODS))  # a page registers one
+    monkeypatch.setattr(registry, "_MODULES", dict(registry._MODULES))
     generator = np.random.default_rng(0)
 
     def photo(path):

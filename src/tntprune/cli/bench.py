@@ -27,17 +27,17 @@ def bench(
     ] = (),
     rates: Annotated[
         tuple[float, ...],
-        flag("time what keeps a share at each of these, instead of at its own; not ToMe with its r, for example"),
+        flag("keep rates to time, for methods that take one"),
         Within(0, 1, above=True),
     ] = (),
-    weights: Annotated[Path | None, flag("weights to load; without it random ones, which take as long", "FILE")] = None,
+    weights: Annotated[Path | None, flag("weights to load (random ones, which take as long)", "FILE")] = None,
     img_size: ImgSize = None,
     batch_sizes: Annotated[tuple[int, ...], flag("images at a time"), Whole(1, MAX_BATCH)] = (1, 8),
-    dtypes: Annotated[tuple[DType, ...], flag("of weights and images")] = ("fp32",),
-    backends: Annotated[tuple[Backend, ...], flag("how to run")] = ("eager",),
+    dtypes: Annotated[tuple[DType, ...], flag("precision of weights and images")] = ("fp32",),
+    backends: Annotated[tuple[Backend, ...], flag("ways to run the model")] = ("eager",),
     device: Annotated[tuple[str, ...], flag("cpu, cuda or mps", "DEVICE...")] = ("cpu",),
-    threads: Annotated[int | None, flag("that torch uses on the CPU"), Whole(1, 1024)] = None,
-    rounds: Annotated[int, flag("how often each setting is timed"), Whole(3, 100_000)] = 20,
+    threads: Annotated[int | None, flag("threads of torch on the CPU"), Whole(1, 1024)] = None,
+    rounds: Annotated[int, flag("how many times each setting is timed"), Whole(3, 100_000)] = 20,
     latency_curve: Annotated[bool, flag("also time the model at sixteen numbers of tokens")] = False,
     data: Annotated[
         Path | None, flag("photos: also measure the loader alone, and loader and model together", "DIR")

@@ -11,7 +11,7 @@ from tntprune.system.flags import Written
 
 
 def demo(
-    out: Annotated[Path, flag("where report.html goes", "DIR"), Written()] = Path("demo"),
+    out: Annotated[Path, flag("folder for report.html", "DIR"), Written()] = Path("demo"),
     seed: Seed = 0,
     json: Json = False,
 ) -> int:

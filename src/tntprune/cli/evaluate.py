@@ -41,7 +41,7 @@ def evaluate(
     workers: Workers = None,
     limit: Limit = None,
     on_bad_image: OnBadImage = "error",
-    compare: Annotated[bool, flag("also give the unpruned model's figures, batch by batch in turns")] = False,
+    compare: Annotated[bool, flag("also evaluate the unpruned model, in turns")] = False,
     seed: Seed = 0,
     json: Json = False,
 ) -> int:

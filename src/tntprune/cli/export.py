@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 def export(
     model: Model,
-    out: Annotated[Path, flag("what to write: .onnx, .xml (OpenVINO) or .pt2", "FILE"), Written()],
+    out: Annotated[Path, flag("file to write: .onnx, .xml (OpenVINO) or .pt2", "FILE"), Written()],
     to: Annotated[Literal["onnx", "openvino", "pt2"], flag("the format")] = "onnx",
     reduction: Annotated[Reduction, GROUP] = Reduction(),
     weights: Weights = None,
     img_size: ImgSize = None,
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16", "int8"],
-        flag("what it computes in; int8 is for openvino and needs --data; bf16 is not for onnx"),
+        flag("precision; int8 needs openvino and --data, bf16 is not for onnx"),
     ] = "fp32",
     batch_size: Annotated[int, flag("images at a time"), Whole(1, MAX_BATCH)] = 1,
-    dynamic_batch: Annotated[bool, flag("any number of images at a time")] = False,
-    indices: Annotated[bool, flag("a second output: the places of the tokens left at the end")] = False,
+    dynamic_batch: Annotated[bool, flag("accept any batch size")] = False,
+    indices: Annotated[bool, flag("add an output with the grid positions of the remaining tokens")] = False,
     data: Annotated[Path | None, flag("photos to calibrate int8 on, and others to check with", "DIR")] = None,
-    calibration_size: Annotated[int, flag("photos that int8 is measured on"), Whole(1, 1_000_000)] = 128,
-    check: Annotated[bool, flag("load the file anew and compare it with the model")] = False,
-    check_size: Annotated[int, flag("images that --check compares on"), Whole(1, 1_000_000)] = 64,
+    calibration_size: Annotated[int, flag("photos to calibrate int8 on"), Whole(1, 1_000_000)] = 128,
+    check: Annotated[bool, flag("load the file and compare it with the model")] = False,
+    check_size: Annotated[int, flag("images to compare on with --check"), Whole(1, 1_000_000)] = 64,
     json: Json = False,
 ) -> int:
     """Write a model, reduced or not, for another runtime, and beside it FILE.json: all one needs to run it."""

@@ -40,14 +40,14 @@ Model = Annotated[tyro.conf.Positional[str], flag("a timm model, vit16 or digits
 Weights = Annotated[Path | None, flag("weights to load; without it timm asks the Hub", "FILE")]
 Device = Annotated[str, flag("cpu, cuda or mps", "DEVICE")]
 Json = Annotated[bool, flag("one JSON object on standard output, everything else on standard error")]
-ImgSize = Annotated[tuple[int, int] | None, flag("of the images, if not the model's own size", "H W"), Whole(1, 8192)]
-OnBadImage = Annotated[Literal["error", "skip"], flag("stop at one, or count it and exit with 3")]
-Seed = Annotated[int, flag("of everything random"), Whole(0, MAX_SEED)]
-Limit = Annotated[int | None, flag("photos, chosen at random and always the same"), Whole(1, MANY)]
+ImgSize = Annotated[tuple[int, int] | None, flag("image size in pixels, if not the model's own", "H W"), Whole(1, 8192)]
+OnBadImage = Annotated[Literal["error", "skip"], flag("a photo that cannot be read: stop, or skip it and exit with 3")]
+Seed = Annotated[int, flag("seed of all random choices"), Whole(0, MAX_SEED)]
+Limit = Annotated[int | None, flag("use so many photos, chosen at random, always the same ones"), Whole(1, MANY)]
 BatchSize = Annotated[int, flag("photos at a time"), Whole(1, MAX_BATCH)]
-Workers = Annotated[int | None, flag("processes that read photos (half the processors)"), Whole(0, MAX_WORKERS)]
+Workers = Annotated[int | None, flag("reader processes (half of the processors)"), Whole(0, MAX_WORKERS)]
 MethodName = Annotated[str | None, flag(f"a method: {', '.join(all_methods())}", "NAME")]  # asked for once
-Split = Annotated[str | None, flag("of such a data set; or a folder in the folder", "NAME")]
+Split = Annotated[str | None, flag("split of a data set, or a subfolder of the folder", "NAME")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ class Sources:
     """Where photos come from, where that is no folder."""
 
     split: Split = None
-    root: Annotated[Path | None, flag("where torch/ data lies and hfds/ data is kept", "DIR")] = None
-    samples: Annotated[int | None, flag("photos in a stream that does not tell"), Whole(1, MANY)] = None
+    root: Annotated[Path | None, flag("folder of torch/ data, and cache of hfds/ data", "DIR")] = None
+    samples: Annotated[int | None, flag("number of photos, if a stream does not report it"), Whole(1, MANY)] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class Reduction(Reducer):
 
     then: Annotated[
         tuple[str, ...],
-        flag('further reductions at places of their own, such as "tome at=6,7,8 r=10"', "TEXT..."),
+        flag('further reductions at other blocks, such as "tome at=6,7,8 r=10"', "TEXT..."),
     ] = ()
 
     def configs(self, missing: str = "--method; expected --method tnt, for example") -> list[Config]:

@@ -20,11 +20,11 @@ IMAGES: dict[str, tuple[Any, ...]] = {  # options of the augmentation
     "crop": ("smallest share of the area in random crops", Within(0, 1, above=True)),
     "hflip": ("probability of mirror images", SHARE),
     "auto_augment": ("timm's RandAugment and the like, or none; such as rand-m9-mstd0.5-inc1",),
-    "color_jitter": ("of brightness, contrast, saturation", FACTOR),
+    "color_jitter": ("strength of changes in brightness, contrast, saturation", FACTOR),
     "random_erasing": ("probability of an erased rectangle", SHARE),
     "mixup": ("blend two photos; the authors' is 0.8", FACTOR),
     "cutmix": ("paste one photo into another; the authors' is 1", FACTOR),
-    "repeats": ("times a photo comes in an epoch; the authors' is 3", Whole(1, 1000)),
+    "repeats": ("copies of a photo per epoch; the authors' is 3", Whole(1, 1000)),
 }
 TUNED = ("backbone_lr", "freeze_epochs", "unfreeze", "rank", "distill")  # of a model that has its weights
 

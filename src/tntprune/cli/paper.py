@@ -14,10 +14,10 @@ from tntprune.system.flags import MANY, MAX_MICRO_BATCHES, Whole, Written
 def paper(
     data: Annotated[Path | None, flag("photos to evaluate, in class folders", "DIR")] = None,
     train_data: Annotated[Path | None, flag("photos to train on, in class folders", "DIR")] = None,
-    out: Annotated[Path | None, flag("where results, trainings and pages go", "DIR"), Written()] = None,
+    out: Annotated[Path | None, flag("folder for results, trainings and pages", "DIR"), Written()] = None,
     backbones: Annotated[
         tuple[str, ...],
-        flag("the paper's four, or any other model, for which the whole plan is made", "MODEL..."),
+        flag("models (the paper's four); any other gets the whole plan", "MODEL..."),
     ] = (),
     only: Annotated[
         tuple[str, ...],
@@ -29,26 +29,28 @@ def paper(
     ] = (),
     weights: Annotated[
         tuple[str, ...],
-        flag("weights of the one model that is run, or MODEL=FILE for each; without them timm asks the Hub", "FILE..."),
+        flag("weights of the model, or MODEL=FILE for each; otherwise from the Hub", "FILE..."),
     ] = (),
     recipe: Annotated[
         Literal["published", "short"],
-        flag("train as each method's paper says, or for minutes on a thousand photos"),
+        flag("train as each paper says, or for minutes on a thousand photos"),
     ] = "published",
-    trainings: Annotated[Path | None, flag("trainings that are there already (OUT/trainings)", "DIR")] = None,
+    trainings: Annotated[Path | None, flag("folder with finished trainings (OUT/trainings)", "DIR")] = None,
     photos: Annotated[tuple[Path, ...], flag("photos for the token maps (four of --data)", "FILE...")] = (),
     limit: Annotated[
         int | None, flag("photos to evaluate, chosen at random and always the same"), Whole(1, MANY)
     ] = None,
     dry_run: Annotated[bool, flag("print the plan, its MACs and an estimate of the time")] = False,
-    speed: Annotated[bool, flag("leave out images/s and memory")] = True,
-    precision: Annotated[Literal["fp32", "bf16", "fp16"], flag("of the forward pass; the head stays in fp32")] = "fp32",
+    speed: Annotated[bool, flag("do not measure speed and memory")] = True,
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"], flag("precision of the forward pass; the head stays in fp32")
+    ] = "fp32",
     batch_size: BatchSize = 32,
-    together: Annotated[int, flag("settings for which photos are read once"), Whole(1, 10_000)] = 8,
+    together: Annotated[int, flag("settings that share one reading of the photos"), Whole(1, 10_000)] = 8,
     on_bad_image: OnBadImage = "error",
     micro_batches: Annotated[
         int | None,
-        flag("that the batches of trainings are worked through in: more need less memory (one a process)"),
+        flag("parts of a training batch; more parts need less memory (one per process)"),
         Whole(1, MAX_MICRO_BATCHES),
     ] = None,
     device: Device = "cpu",

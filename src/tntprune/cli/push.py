@@ -16,17 +16,17 @@ from tntprune.system.flags import Written
 def push(
     model: Model,
     reducer: Annotated[str, flag("a folder made by train, a Hub id, or pretrained", "RUN")],
-    to: Annotated[str | None, flag("where to, or user/repo@branch", "USER/REPO"), Written()] = None,
+    to: Annotated[str | None, flag("target, user/repo or user/repo@branch", "USER/REPO"), Written()] = None,
     data: Annotated[
         Path | None,
-        flag("labelled photos to measure on, for the card; else it says that nothing was measured", "DIR"),
+        flag("labelled photos to measure on, for the model card", "DIR"),
     ] = None,
     reduction: MethodOptions = MethodOptions(),
     host: Annotated[Host, GROUP] = Host(),
-    private: Annotated[bool, flag("a new repository is hidden from others")] = False,
-    message: Annotated[str | None, flag("of the commit", "TEXT"), Written()] = None,
-    license: Annotated[str | None, flag("such as apache-2.0 (the model's)", "ID"), Written()] = None,
-    card_only: Annotated[bool, flag("write the card into RUN, and push nothing")] = False,
+    private: Annotated[bool, flag("make a new repository private")] = False,
+    message: Annotated[str | None, flag("commit message", "TEXT"), Written()] = None,
+    license: Annotated[str | None, flag("licence, such as apache-2.0 (the model's)", "ID"), Written()] = None,
+    card_only: Annotated[bool, flag("only write the card into RUN")] = False,
     json: Json = False,
 ) -> int:
     """Put a reduction and a card that describes it on the Hugging Face Hub; log in with `hf auth login` before.

@@ -29,7 +29,7 @@ def report(
     figures: Annotated[Path | None, flag("write every figure as PNG and SVG to this folder too", "DIR"), Written()] = (
         None
     ),
-    title: Annotated[str, flag("of the page", "TEXT"), Written()] = "Token pruning: results",
+    title: Annotated[str, flag("title of the page", "TEXT"), Written()] = "Token pruning: results",
     maps: Annotated[
         tuple[Path, ...],
         flag("pictures of token maps to show, made by `tntprune show`; a file's name is its caption", "PNG..."),
@@ -42,10 +42,10 @@ def report(
             "PHOTO...",
         ),
     ] = (),
-    model: Annotated[str | None, flag("of the token maps", "MODEL")] = None,
+    model: Annotated[str | None, flag("model of the token maps", "MODEL")] = None,
     weights: Weights = None,
     reducer: Annotated[
-        str | None, flag("of the token maps: a folder made by train, a Hub id, or pretrained", "RUN")
+        str | None, flag("reduction of the token maps: a folder made by train, a Hub id, or pretrained", "RUN")
     ] = None,
     device: Device = "cpu",
     json: Json = False,

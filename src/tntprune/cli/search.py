@@ -40,14 +40,14 @@ def search(
     reduction: Annotated[Reducer, GROUP] = Reducer(),
     photos: Annotated[int, flag("number of photos: half to search on, half held out"), Whole(8, MANY)] = 512,
     minutes: Annotated[
-        float, flag("time limit; training and measuring count, and are not cut short"), Within(0, 1e6, above=True)
+        float, flag("time limit, with training and measuring, which always finish"), Within(0, 1e6, above=True)
     ] = 10.0,
-    moves: Annotated[int, flag("small changes that are tried to the best schedule"), Whole(0, 1_000_000)] = 60,
+    moves: Annotated[int, flag("small changes of the best schedule to try"), Whole(0, 1_000_000)] = 60,
     curve: Annotated[
-        Path | None, flag("time against tokens: read if it is there, else measured and written", "FILE"), Written()
+        Path | None, flag("file with times per block; written if it does not exist", "FILE"), Written()
     ] = None,
     batch_size: Annotated[int, flag("images at a time, for budgets of time"), Whole(1, MAX_BATCH)] = 1,
-    dtype: Annotated[DType, flag("of weights and images, for budgets of time")] = "fp32",
+    dtype: Annotated[DType, flag("precision, for budgets of time")] = "fp32",
     host: Annotated[Host, GROUP] = Host(),
     workers: Workers = None,
     seed: Seed = 0,

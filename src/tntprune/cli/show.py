@@ -15,11 +15,11 @@ from tntprune.system.flags import Written
 
 def show(
     model: Model,
-    photos: Annotated[tyro.conf.Positional[tuple[Path, ...]], flag("one row each", "PHOTO...")],
+    photos: Annotated[tyro.conf.Positional[tuple[Path, ...]], flag("photos, one row each", "PHOTO...")],
     out: Annotated[Path, flag("the picture to write", "PNG"), Written()],
     reduction: Annotated[Reduction, GROUP] = Reduction(),
     host: Annotated[Host, GROUP] = Host(),
-    each: Annotated[bool, flag("every location on its own, as in the paper's figures")] = False,
+    each: Annotated[bool, flag("apply each location alone, as in the paper's figures")] = False,
     seed: Seed = 0,
     json: Json = False,
 ) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def sweep(
     models: Annotated[tyro.conf.Positional[tuple[str, ...]], flag("timm models, vit16 or digits_vit", "MODEL...")],
     data: Annotated[Path, flag("photos in class folders (WordNet ids for ImageNet)", "DIR")],
-    out: Annotated[Path, flag("the results file; what is in it is not measured again", "JSONL"), Written()],
+    out: Annotated[Path, flag("results file; rows that it has are not measured again", "JSONL"), Written()],
     methods: Annotated[
         tuple[str, ...],
         flag(
@@ -39,9 +39,7 @@ def sweep(
             "RUN...",
         ),
     ] = (),
-    at: Annotated[
-        tuple[str, ...], flag('each is a setting of every method that does not say at= itself: 3 "3,4,5"', "AT...")
-    ] = (),
+    at: Annotated[tuple[str, ...], flag('blocks, for methods without at=: 3 "3,4,5"', "AT...")] = (),
     rates: Annotated[
         tuple[str, ...],
         flag(
@@ -52,22 +50,22 @@ def sweep(
     ] = (),
     weights: Annotated[
         tuple[str, ...],
-        flag("weights to load, MODEL=FILE where there are several models; timm asks the Hub for the others", "FILE..."),
+        flag("weights to load, or MODEL=FILE for several models; otherwise from the Hub", "FILE..."),
     ] = (),
-    random_weights: Annotated[bool, flag("random weights: for speed, accuracies then mean nothing")] = False,
+    random_weights: Annotated[bool, flag("use random weights, to measure speed only")] = False,
     img_size: ImgSize = None,
     device: Device = "cpu",
     batch_size: BatchSize = 32,
     workers: Workers = None,
-    precision: Annotated[DType, flag("bf16 and fp16 under autocast, with the head in fp32")] = "fp32",
+    precision: Annotated[DType, flag("precision; bf16 and fp16 by autocast, with the head in fp32")] = "fp32",
     together: Annotated[
-        int, flag("settings run on each batch of photos; a kill loses so many at most"), Whole(1, 10_000)
+        int, flag("settings to run on each batch of photos; a kill loses so many at most"), Whole(1, 10_000)
     ] = 8,
-    speed: Annotated[bool, flag("leave speed out; a later sweep completes the rows")] = True,
-    rounds: Annotated[int, flag("how often each setting is timed, at least 3"), Whole(3, 100_000)] = 10,
+    speed: Annotated[bool, flag("do not measure speed; a later sweep can add it")] = True,
+    rounds: Annotated[int, flag("how many times each setting is timed, at least 3"), Whole(3, 100_000)] = 10,
     limit: Limit = None,
     on_bad_image: OnBadImage = "error",
-    dry_run: Annotated[bool, flag("show the settings, their MACs and what is there, and end")] = False,
+    dry_run: Annotated[bool, flag("list the settings, their MACs and finished rows, and stop")] = False,
     json: Json = False,
 ) -> int:
     """Accuracy, agreement, MACs, speed and memory of many settings, each a line of one results file.

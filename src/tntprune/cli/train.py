@@ -36,11 +36,11 @@ class RunFlags(Sources):
     """What a training reads beside its photos, and leaves in its folder."""
 
     val: Annotated[
-        str | None, flag("labelled photos to validate on after each epoch; the best goes to RUN/best", "DIR")
+        str | None, flag("labelled photos to validate on after each epoch; the best epoch goes to RUN/best", "DIR")
     ] = None
     val_split: Split = None
     workers: Workers = None
-    save_every: Annotated[int, flag("between checkpoints", "STEPS"), Whole(1, MANY)] = 50
+    save_every: Annotated[int, flag("steps between checkpoints", "STEPS"), Whole(1, MANY)] = 50
     tensorboard: Annotated[bool, flag("also log for TensorBoard, in RUN/tensorboard")] = False
     resume: Annotated[bool, flag("continue the training in RUN")] = False
 
@@ -71,7 +71,7 @@ class RunFlags(Sources):
 class Trained(Reduction):
     """What is trained, or what a model is fine-tuned under."""
 
-    method: Annotated[str | None, flag("a method that learns (tnt), or with --unfreeze any", "NAME")] = None
+    method: Annotated[str | None, flag("method to train (tnt); any, with --unfreeze", "NAME")] = None
 
 
 def train(
@@ -82,7 +82,7 @@ def train(
             "photos, in class folders where the loss needs labels; or hfds/NAME, hfids/NAME, wds/DIR, torch/NAME", "DIR"
         ),
     ],
-    out: Annotated[Path, flag("where the reducer, the log and checkpoints go", "RUN"), Written()],
+    out: Annotated[Path, flag("folder for the reducer, the log and checkpoints", "RUN"), Written()],
     reduction: Annotated[Trained, GROUP] = Trained(),
     preset: Annotated[
         Literal["none", "short", "published"],
@@ -163,8 +163,8 @@ def pretrain(
             "photos in class folders (WordNet ids for ImageNet); or hfds/NAME, hfids/NAME, wds/DIR, torch/NAME", "DIR"
         ),
     ],
-    out: Annotated[Path, flag("where the weights, the log and checkpoints go", "RUN"), Written()],
-    num_classes: Annotated[int | None, flag("of the model (as many as class folders)"), Whole(1, 1_000_000)] = None,
+    out: Annotated[Path, flag("folder for the weights, the log and checkpoints", "RUN"), Written()],
+    num_classes: Annotated[int | None, flag("number of classes (one per class folder)"), Whole(1, 1_000_000)] = None,
     training: ScratchFlags = ScratchFlags(),
     run: Annotated[RunFlags, GROUP] = RunFlags(),
     img_size: ImgSize = None,

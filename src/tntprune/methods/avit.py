@@ -49,7 +49,7 @@ class AViT(Config):
         None, "block or blocks after which tokens are removed (each halts by itself)"
     )
     gate_scale: float = option(10.0, "factor of the first channel in the gate", learned=True)
-    gate_center: float = option(30.0, "what is taken off it; larger halts later", learned=True)
+    gate_center: float = option(30.0, "offset of the gate; larger values halt later", learned=True)
     epsilon: float = option(0.01, "a token halts above 1 - epsilon")
     ponder_weight: float = option(5e-4, "weight of the number of blocks that tokens take")
     target_weight: float = option(1e-3, "weight of the divergence from the wanted halting profile")

@@ -51,9 +51,9 @@ class DynamicViT(Config):
     objective: Literal["both", "ce", "kl"] = option("both", "train against labels, the unpruned model, or both")
     ce_weight: float = option(1.0, "weight of the cross-entropy")
     kl_weight: float = option(0.5, "weight of the divergence from the unpruned model's logits")
-    ratio_weight: float = option(2.0, "weight of the loss on the share that is kept")
+    ratio_weight: float = option(2.0, "weight of the loss on the kept share")
     token_weight: float = option(0.5, "weight of the difference from the unpruned model's tokens")
-    temperature: float = option(1.0, "of the Gumbel-softmax")
+    temperature: float = option(1.0, "temperature of the Gumbel-softmax")
 
     def __post_init__(self) -> None:
         super().__post_init__()

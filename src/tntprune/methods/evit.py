@@ -44,13 +44,15 @@ class EViT(Config):
 
     at: int | Sequence[int] | None = option((4, 7, 10), "block or blocks at which tokens are removed")
     keep: float | Sequence[float] | None = option(None, "share of the patch tokens kept at each location (0.7)")
-    inside: bool = option(True, "drop between attention and MLP, or after the block")
+    inside: bool = option(True, "act between attention and MLP instead of after the block")
     rows: Literal["cls", "mean"] = option(
         "cls", "rank by the CLS token's attention, or its mean with the distillation's"
     )
     fuse: bool = option(True, "add a token that sums up the dropped ones")
-    normalise: bool = option(False, "let the weights of the fused token sum to 1")
-    anneal: Sequence[float] | None = option(None, "from and to which share of a training the kept share falls from 1")
+    normalise: bool = option(False, "normalise the weights of the fused token")
+    anneal: Sequence[float] | None = option(
+        None, "part of the training in which the keep rate falls from 1, as two shares"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -43,7 +43,7 @@ class EvoViT(Config):
     title = "Evo-ViT"
     untimed = "is not what its counts say: it brings tokens back"
 
-    at: int | Sequence[int] | None = option((4, 8), "block or blocks after which tokens are divided anew")
+    at: int | Sequence[int] | None = option((4, 8), "block or blocks after which tokens are selected again")
     mix: float = option(0.5, "share of the earlier global attention in the new one")
 
     def __post_init__(self) -> None:

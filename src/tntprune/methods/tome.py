@@ -48,11 +48,11 @@ class ToMe(Config):
     keep: float | Sequence[float] | None = option(None, "share of the patch tokens kept at each location")
     r: int | Sequence[int] | None = option(None, "tokens merged away at each location (8)")
     decreasing: bool = option(False, "let r fall from twice its value to 0")
-    inside: bool = option(True, "merge between attention and MLP, or after the block")
+    inside: bool = option(True, "act between attention and MLP instead of after the block")
     metric: Literal["mean", "concat", "x"] = option(
         "mean", "compare the mean of the heads' keys, all of them, or tokens"
     )
-    proportional: bool = option(True, "let merged tokens count in attention by their size")
+    proportional: bool = option(True, "weigh merged tokens in attention by their size")
 
     def __post_init__(self) -> None:
         super().__post_init__()

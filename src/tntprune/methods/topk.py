@@ -33,7 +33,7 @@ class TopK(Config):
     method = "topk"
     title = "Top-K"
 
-    inside: bool = option(True, "drop between attention and MLP, or after the block")
+    inside: bool = option(True, "act between attention and MLP instead of after the block")
     rows: Literal["cls", "mean"] = option(
         "cls", "rank by the CLS token's attention, or its mean with the distillation's"
     )

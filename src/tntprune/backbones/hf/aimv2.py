@@ -20,6 +20,7 @@ from tntprune.backbones.hf.towers import (
     derived,
     mean_by_size,
 )
+from tntprune.errors import UserError
 from tntprune.methods.base import Layout
 from tntprune.ops.attention import log_size
 from tntprune.ops.tokens import Tokens
@@ -99,6 +100,13 @@ class HuggingFaceAimv2(HuggingFace):
         aimv2.Aimv2AttentionPoolingHead: derived(aimv2.Aimv2AttentionPoolingHead, _Pool, home=__name__),
     }
     holders: ClassVar = {aimv2.Aimv2Model: "vision_model"}
+
+    def check_images(self, model: nn.Module, images: torch.Tensor) -> None:
+        super().check_images(model, images)
+        tower: Any = self.tower(model)
+        given, own = tuple(images.shape[-2:]), _size(tower)
+        if not tower.config.is_native and given != own:  # its positions cannot be resampled
+            raise UserError(f"images of {given[0]} x {given[1]}: {type(model).__name__} takes {own[0]} x {own[1]} only")
 
     def pool(self, model: nn.Module) -> str:
         tower: Any = self.tower(model)

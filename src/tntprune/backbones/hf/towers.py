@@ -127,6 +127,7 @@ class ReducedTower(ReducedModel, Reduced):
     """What the reduced towers have in common besides their families' own classes."""
 
     anatomy: ClassVar[Anatomy]
+    output: ClassVar[Any] = BaseModelOutputWithPooling  # the class of what `forward` returns
     config: Any
     embeddings: Any
 
@@ -170,7 +171,7 @@ class ReducedTower(ReducedModel, Reduced):
         flags: dict[str, Any] | None = None,
         pools: bool = True,
         **options: Any,
-    ) -> tuple[Tokens, BaseModelOutputWithPooling]:
+    ) -> tuple[Tokens, Any]:
         """From images to the tokens that leave the last norm, and to what transformers makes of them.
 
         Args:
@@ -190,11 +191,9 @@ class ReducedTower(ReducedModel, Reduced):
             states.append(tokens.x if number in wanted else None)
 
         tokens = self.final_tokens(pixel_values, note if wanted else None, **options)
-        out = BaseModelOutputWithPooling(
-            last_hidden_state=tokens.x,
-            pooler_output=self.pooled(tokens) if pools else None,
-            hidden_states=tuple(states) if wanted else None,
-        )
+        out = self.output(last_hidden_state=tokens.x, hidden_states=tuple(states) if wanted else None)
+        if pools and "pooler_output" in self.output.__dataclass_fields__:
+            out = self.output(**{**out, "pooler_output": self.pooled(tokens)})
         return tokens, out
 
     def check(self, masks: tuple[Any, ...], flags: dict[str, Any]) -> range | set[int]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.deit import modeling_deit as deit
 from transformers.models.ijepa import modeling_ijepa as ijepa
 from transformers.models.vit import modeling_vit as vit
@@ -99,8 +100,10 @@ OPENED = {
     )
 }
 TOWERS = {
-    kind: derived(kind, _Tower, home=__name__)
-    for kind in (getattr(module, f"{name}Model") for module, name in FAMILIES)
+    getattr(module, f"{name}Model"): derived(
+        getattr(module, f"{name}Model"), _Tower, home=__name__, **({"output": BaseModelOutput} if module is msn else {})
+    )
+    for module, name in FAMILIES
 }
 HOLDERS = {  # classifiers, and the name of the tower in them
     vit.ViTForImageClassification: "vit",

@@ -84,18 +84,20 @@ class TNT(Config):
     renamed = {"rehearsal": "prune_prob", "relevance": "score_weight", "crowding": "size_weight"}  # noqa: RUF012
     renamed_parameters = {"weights": "merge_weights", "fades": "merge_gates", "lifts": "norm_corrections"}  # noqa: RUF012
 
-    how: Literal["drop", "merge"] | None = option(None, "drop what does not stay, or merge it into what does")
-    inside: bool = option(False, "act between attention and MLP, or after the block", learned=True)
+    how: Literal["drop", "merge"] | None = option(None, "drop tokens, or merge them into kept ones")
+    inside: bool = option(False, "act between attention and MLP instead of after the block", learned=True)
     metric: Literal["x", "mean"] = option("x", "compare tokens, or the mean of the heads' keys")
-    score_weight: float = option(0.5, "weight of the score beside likeness, where tokens are merged")
-    size_weight: float = option(1.0, "weight of the size of what was merged before")
-    proportional: bool = option(True, "let merged tokens count in attention by their size")
+    score_weight: float = option(0.5, "weight of the score against likeness, when merging")
+    size_weight: float = option(1.0, "weight of a token's size, when merging")
+    proportional: bool = option(True, "weigh merged tokens in attention by their size")
     similar: int = option(0, "tokens removed for being similar to a kept one")
     similar_at: Literal["score", "start"] | None = option(None, "remove similar tokens after the score or at the start")
     partition: Literal["random", "sequential"] = option("random", "how the similarity step splits the tokens")
     similar_how: Literal["drop", "merge"] = option("drop", "drop similar tokens, or merge each into its match")
     order: int = option(0, "seed of the random partition")
-    recipe: Literal["merge", "relative", "paper"] = option("merge", "the default of each option below", learned=True)
+    recipe: Literal["merge", "relative", "paper"] = option(
+        "merge", "sets the defaults of the options below", learned=True
+    )
     scorer: Literal["linear", "mlp"] = option("linear", "the scorer", learned=True)
     hidden: int | None = option(None, "width of the mlp scorer (twice the embedding's)", learned=True)
     noise_blocks: int | Sequence[int] | None = option(
@@ -103,14 +105,14 @@ class TNT(Config):
         "blocks whose output gets noise in training (recipe merge: --at; else 1 to 5 or to the last)",
         learned=True,
     )
-    noise_at: Literal["all", "one"] | None = option(None, "noise after all of these at once, or one for each batch")
+    noise_at: Literal["all", "one"] | None = option(None, "noise after all of these blocks, or after one per batch")
     capacity: float | Literal["one", "drawn"] | None = option(None, "tokens free of noise: one, drawn, or a share")
     noise_scale: Literal["one", "rms", "image"] | None = option(None, "unit of the noise")
     stream_norm: bool | None = option(None, "normalise the residual stream in training, as the authors' code does")
     beta: float | None = option(None, "standard deviation of the noise")
     score_norm: bool | None = option(None, "score a LayerNorm of the tokens", learned=True)
     objective: Literal["ce", "kl"] | None = option(None, "train against labels, or against the unpruned model")
-    prune_prob: float | None = option(None, "share of the training's batches in which tokens really go")
+    prune_prob: float | None = option(None, "share of training batches that are really pruned")
 
     def __post_init__(self) -> None:
         super().__post_init__()
