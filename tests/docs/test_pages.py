@@ -39,7 +39,8 @@ LIGHT = {  # pages whose Python runs in seconds; the others' blocks, and all com
 }  # fmt: skip
 SHORT = {  # of the commands that would take long: they run as they stand, with these behind them
     "train": ["--epochs", "1"], "search": ["--photos", "8", "--moves", "1", "--minutes", "0.1"],
-    "bench": ["--rounds", "3", "--dtypes", "fp32", "--batch-sizes", "1"], "sweep": ["--rounds", "3"],
+    "bench": ["--rounds", "3", "--dtypes", "fp32", "--batch-sizes", "1"], "sweep": ["--no-speed", "--limit", "3"],
+    "export": ["--check-size", "2"],
     "push": ["--card-only", "--keep", "0.5"],
 }  # fmt: skip
 PARSED = ("app", "paper", "pretrain", "demo")  # commands that are run by tests of their own

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -121,7 +122,7 @@ class ExploredModel:
 
 def _places(kind: type[Config], depth: int) -> dict[str, int | tuple[int, ...]]:
     """Return where a method acts on a model of any depth, if that is not its default."""
-    default = options(kind)["at"].default
+    default: Any = options(kind)["at"].default
     if default is None:
         try:
             kind(keep=0.5)

@@ -44,6 +44,7 @@ class Photo(gr.Image):  # type: ignore[misc]
     from typing import TYPE_CHECKING, Any, Literal
 
     from gradio.blocks import Block
+
     if TYPE_CHECKING:
         from gradio.components import Timer
         from gradio.components.base import Component

@@ -40,7 +40,7 @@ def _parts(block: Any) -> Parts:
 
 
 def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 ANATOMY = Anatomy(
