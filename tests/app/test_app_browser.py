@@ -39,9 +39,10 @@ def browser():
         found.close()
 
 
-@pytest.fixture(params=[1280, 390], ids=["desktop", "phone"])
+@pytest.fixture
 def page(browser, address, request):
-    opened = browser.new_page(viewport={"width": request.param, "height": 900})
+    width = getattr(request, "param", 1280)
+    opened = browser.new_page(viewport={"width": width, "height": 900})
     opened.set_default_timeout(SECONDS)
     opened.asked = []
     opened.on("request", lambda one: opened.asked.append(one.url))
@@ -73,6 +74,10 @@ def upload(page, path):
     return before
 
 
+BOTH = pytest.mark.parametrize("page", [1280, 390], ids=["desktop", "phone"], indirect=True)
+
+
+@BOTH
 def test_it_begins_with_an_example_and_shows_two_methods(page):
     for side in (0, 1):
         page.wait_for_function(f"document.querySelector('#facts-{side}').innerText.includes('x speed')")
@@ -105,6 +110,7 @@ def test_another_method(page):
     page.wait_for_function("document.querySelector('#python-0').innerText.includes('Random(')")
 
 
+@BOTH
 def test_an_uploaded_photo(page, tmp_path):
     Image.effect_noise((300, 200), 90).convert("CMYK").save(tmp_path / "own.jpg")
     before = upload(page, tmp_path / "own.jpg")

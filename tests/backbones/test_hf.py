@@ -32,13 +32,13 @@ CONFIGS = {
 }
 EACH_FAMILY = (
     "vit_classifier",
-    "deit_teacher",
     "dinov2_classifier",
-    "registers_classifier",
-    "clip_classifier",
     "dinov3",
-    "aimv2_vision",
     "siglip",
+    *(
+        pytest.param(kind, marks=pytest.mark.wide)
+        for kind in ("deit_teacher", "registers_classifier", "clip_classifier", "aimv2_vision")
+    ),
 )
 
 
@@ -47,7 +47,9 @@ def kind(request):
     return request.param
 
 
-@pytest.fixture(params=[*EACH_FAMILY, "siglip_classifier", "clip"])
+@pytest.fixture(
+    params=[*EACH_FAMILY, *(pytest.param(kind, marks=pytest.mark.wide) for kind in ("siglip_classifier", "clip"))]
+)
 def each(request):
     return request.param
 
