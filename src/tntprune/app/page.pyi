@@ -40,8 +40,11 @@ class Photo(gr.Image):  # type: ignore[misc]
     def preprocess(self, payload: ImageData | None) -> str | None:
         """Return where the uploaded file is."""
         return None if payload is None else payload.path
-    from typing import Callable, Literal, Sequence, Any, TYPE_CHECKING
+    from collections.abc import Callable, Sequence
+    from typing import TYPE_CHECKING, Any, Literal
+
     from gradio.blocks import Block
+
     if TYPE_CHECKING:
         from gradio.components import Timer
         from gradio.components.base import Component
