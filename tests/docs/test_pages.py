@@ -189,7 +189,7 @@ def test_every_block_of_a_page_runs_in_order(page, place, capsys):
                 or words[0] in PARSED
                 or "torchrun" in line
                 or "--preset" in line
-                or {"MODEL", "DIR"} & {*words}
+                or re.search(r"\b(MODEL|DIR|DATA|RUN)\b", line)
             ):
                 continue
             assert main([*words, *SHORT.get(words[0], [])]) == 0, (line, capsys.readouterr().err)

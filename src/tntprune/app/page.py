@@ -35,14 +35,9 @@ footer { display: none !important; }
 SMALL = 0.15  # the least budget
 
 
-class Photo(gr.Image):  # type: ignore[misc]
-    """An image that is read by us and not by Gradio, so that every fault is told in our words."""
-
-    is_template = True
-
-    def preprocess(self, payload: ImageData | None) -> str | None:
-        """Return where the uploaded file is."""
-        return None if payload is None else payload.path
+def as_uploaded(payload: ImageData | None) -> str | None:
+    """Return where an uploaded file is. We read it, and not Gradio, so that every fault is told in our words."""
+    return None if payload is None else payload.path
 
 
 class Models:
@@ -100,10 +95,11 @@ def build(models: Models, examples: Sequence[Path]) -> Any:
         message = gr.Markdown("", elem_id="message")
         with gr.Row():
             with gr.Column(min_width=280):
-                photo = Photo(
+                photo = gr.Image(
                     str(examples[0]), type="filepath", sources=["upload", "clipboard"], label="Photo", height=280,
                     elem_id="photo", buttons=[],
                 )  # fmt: skip
+                photo.preprocess = as_uploaded
                 gr.Examples([str(path) for path in examples], photo, label="Examples", elem_id="examples")
                 model = gr.Dropdown(
                     [first, *(name for name in SUGGESTED if name != first)], value=first, label="Model",
