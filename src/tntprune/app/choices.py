@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from torch import nn
@@ -99,7 +100,7 @@ class ExploredModel:
 
     def python(self, reduced: Reduced) -> str:
         """Return the Python code that makes a reduced model."""
-        own = not self.name.islower() or self.name in ("digits_vit", "vit16")
+        own = self.name in ("digits_vit", "vit16")
         path = [] if self.weights is None else ["from pathlib import Path", ""]
         if own or self.weights is not None:
             given = repr(self.name) + ("" if self.weights is None else f", Path({str(self.weights)!r})")
@@ -115,8 +116,8 @@ class ExploredModel:
 
     def command(self, reduced: Reduced) -> str:
         """Return the command that draws the kept tokens of a photo."""
-        flags = f"--reducer {reduced.source} --keep {reduced.config.given[0]}" if reduced.source else ""
-        weights = "" if self.weights is None else f" --weights {self.weights}"
+        flags = f"--reducer {quote(reduced.source)} --keep {reduced.config.given[0]}" if reduced.source else ""
+        weights = "" if self.weights is None else f" --weights {quote(str(self.weights))}"
         return f"tntprune show {self.name} photo.jpg{weights} {flags or as_flags(reduced.config)} --out kept.png"
 
 

@@ -19,7 +19,8 @@ from tntprune.methods.base import Layout
 from tntprune.ops.tokens import Tokens
 
 
-def _parts(block: Any) -> Parts:
+def parts(block: Any) -> Parts:
+    """Return the parts of a block of DINOv2, which DINOv3's are named after."""
     attention = block.attention
     return Parts(
         block.norm1, attention, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
@@ -35,7 +36,7 @@ ANATOMY = Anatomy(
     prefix=lambda tower: 1 + getattr(tower.config, "num_register_tokens", 0),
     patch=lambda tower: tower.embeddings.patch_embeddings.projection,
     image_size=lambda tower: tuple(tower.embeddings.patch_embeddings.image_size),
-    parts=_parts,
+    parts=parts,
     interpolates=False,
 )
 
@@ -43,13 +44,13 @@ ANATOMY = Anatomy(
 class Dinov2Layer(OpenLayer, plain.Dinov2Layer):  # type: ignore[misc]
     """A Dinov2Layer with a reduction inside it."""
 
-    parts = staticmethod(_parts)
+    parts = staticmethod(parts)
 
 
 class Dinov2WithRegistersLayer(OpenLayer, registers.Dinov2WithRegistersLayer):  # type: ignore[misc]
     """A Dinov2WithRegistersLayer with a reduction inside it."""
 
-    parts = staticmethod(_parts)
+    parts = staticmethod(parts)
 
 
 class Dinov2Attention(OpenAttention, plain.Dinov2Attention):  # type: ignore[misc]

@@ -10,8 +10,9 @@ from torch import nn
 from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 
 from tntprune.backbones.base import Costs
+from tntprune.backbones.hf import dinov2
 from tntprune.backbones.hf.adapter import HuggingFace
-from tntprune.backbones.hf.anatomy import Anatomy, Parts
+from tntprune.backbones.hf.anatomy import Anatomy
 from tntprune.backbones.hf.maps import MapsTower
 from tntprune.backbones.hf.towers import OpenAttention, OpenLayer, ReducedTower, derived
 from tntprune.methods.base import Layout
@@ -30,15 +31,6 @@ class Turns(NamedTuple):
     turns: tuple[torch.Tensor, torch.Tensor]
 
 
-def _parts(block: Any) -> Parts:
-    attention = block.attention
-    return Parts(
-        block.norm1, attention, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-        attention.head_dim, lambda x: block.drop_path(block.layer_scale1(x)),
-        block.norm2, block.mlp, lambda x: block.drop_path(block.layer_scale2(x)),
-    )  # fmt: skip
-
-
 def _pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
@@ -50,7 +42,7 @@ ANATOMY = Anatomy(
     prefix=lambda tower: 1 + tower.config.num_register_tokens,
     patch=lambda tower: tower.embeddings.patch_embeddings,
     image_size=lambda tower: _pair(tower.config.image_size),
-    parts=_parts,
+    parts=dinov2.parts,
     interpolates=False,
 )
 
@@ -117,7 +109,9 @@ class HuggingFaceDinov3(HuggingFace):
         dinov3.DINOv3ViTBackbone: derived(dinov3.DINOv3ViTBackbone, _Backbone, home=__name__),
     }
     opened: ClassVar = {
-        dinov3.DINOv3ViTLayer: derived(dinov3.DINOv3ViTLayer, OpenLayer, home=__name__, parts=staticmethod(_parts)),
+        dinov3.DINOv3ViTLayer: derived(
+            dinov3.DINOv3ViTLayer, OpenLayer, home=__name__, parts=staticmethod(dinov2.parts)
+        ),
         dinov3.DINOv3ViTAttention: derived(dinov3.DINOv3ViTAttention, _Attention, home=__name__),
     }
 
