@@ -194,6 +194,23 @@ def test_every_error_is_one_line_or_one_object(call, monkeypatch, error, code, w
     assert (found, out) == (code, "") and json.loads(err)["error"].startswith(word)
 
 
+@pytest.mark.parametrize("explicit", [True, False])
+def test_an_interrupt_that_other_code_wraps_is_an_interrupt(call, monkeypatch, explicit):
+    """Python 3.11 turns an interrupt into a RuntimeError where a module that is being imported makes a class."""
+
+    def fails(given):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            if explicit:
+                raise RuntimeError("Error calling __set_name__ on 'cached_property'") from error
+            raise ImportError("cannot import name 'nested'")  # noqa: B904
+
+    monkeypatch.setattr(cli, "_parse", fails)
+    code, out, err = call("eval", "digits_vit")
+    assert (code, out, err) == (130, "", "tntprune: interrupted\n")
+
+
 def test_other_errors_of_ours_stay_tracebacks(monkeypatch):
     def fails(given):
         raise RuntimeError("a bug")

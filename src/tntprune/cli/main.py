@@ -96,13 +96,24 @@ def _run(given: list[str]) -> int:
             print(f"tntprune {__version__}")
             return 0
         return _parse(given)()
-    except (MemoryError, RuntimeError) as error:
-        line = lack_of_memory(error, _smaller(given[0]))
+    except UserError:
+        raise
+    except Exception as error:
+        if _came_of_interrupt(error):
+            raise KeyboardInterrupt from None
+        line = lack_of_memory(error, _smaller(given[0])) if isinstance(error, MemoryError | RuntimeError) else None
         if line is None:
             raise
         raise UserError(line) from None
     finally:
         sys.stdout.flush()  # or a reader that has gone would be noticed where nobody can catch it
+
+
+def _came_of_interrupt(error: BaseException | None) -> bool:
+    """Tell whether Ctrl-C caused an error; Python 3.11 wraps what is raised while a class is made in a RuntimeError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _smaller(name: str) -> list[str]:
