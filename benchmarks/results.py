@@ -4,20 +4,23 @@ python benchmarks/results.py --data ../shared/data --out runs/results
 
 Each training and each row is kept in a file of its own, so that it resumes where it stopped. Accuracy does not depend
 on what else the machine does; speed does, and is measured on its own at the end, each row in turns with the unpruned
-model.
+model. `--only speed` times every row again beside the accuracies of the page; a method that keeps a fixed number of
+tokens takes the same time untrained, so only A-ViT, where each token halts by itself, is trained for it.
 """
 
 from __future__ import annotations
 
 import copy
+import csv
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -191,8 +194,8 @@ def rows(model: nn.Module) -> list[Row]:
 class Bench:
     """The model, the photos and what the unpruned model says of them, loaded once."""
 
-    def __init__(self, data: Path, out: Path) -> None:
-        self.out = out
+    def __init__(self, data: Path, out: Path, untrained: bool) -> None:
+        self.out, self.untrained = out, untrained
         self.model = load_model(MODEL, data / f"{MODEL}.safetensors", "cpu").eval()
         self.base = copy.deepcopy(self.model)
         for model in (self.model, self.base):
@@ -213,9 +216,12 @@ class Bench:
             return self.model
         if row.entry.training is None:
             return reduce_(self.model, row.config)
+        run = self.out / row.entry.training
+        if self.untrained and row.where != ITSELF:
+            return reduce_(self.model, row.config)
         kind = type(row.config)  # what it learned stays as it was trained, all else is as the row says
         chosen = {n: getattr(row.config, n) for n, entry in options(kind).items() if not entry.metadata["learned"]}
-        return load_(self.model, self.out / row.entry.training, **chosen)
+        return load_(self.model, run, **chosen)
 
     @torch.inference_mode()
     def accuracy(self, row: Row) -> dict[str, Any]:
@@ -244,19 +250,16 @@ class Bench:
         return {"images_per_s": 1 / median(own.pace), "speedup": ratio}
 
 
-def train(data: Path, out: Path) -> dict[str, float]:
-    """Train what is not trained yet, and return how long each took in seconds, over all the times it was resumed."""
-    seconds = {}
-    for name, chosen in TRAININGS.items():
+def train(data: Path, out: Path, names: list[str]) -> None:
+    """Train what is not trained yet."""
+    for name in names:
         run = out / name
         command = [
             sys.executable, "-m", "tntprune", "train", MODEL, "--weights", str(data / f"{MODEL}.safetensors"),
-            "--data", str(data / "calibration-1000" / "images"), *chosen, "--out", str(run),
+            "--data", str(data / "calibration-1000" / "images"), *TRAININGS[name], "--out", str(run),
         ]  # fmt: skip
         tqdm.write(f"training {name}", file=sys.stderr)  # one that has ended, with the same options, ends at once
         subprocess.run([*command, *(["--resume"] if run.exists() else [])], check=True, stdout=sys.stderr)
-        seconds[name] = float(json.loads((run / "log.jsonl").read_text().splitlines()[-1])["seconds"])
-    return seconds
 
 
 def remembered(path: Path, row: Row, find: Callable[[Row], dict[str, Any]]) -> dict[str, Any]:
@@ -273,30 +276,49 @@ def remembered(path: Path, row: Row, find: Callable[[Row], dict[str, Any]]) -> d
     return found
 
 
+def published(page: Path, plan: list[Row]) -> tuple[dict[str, dict[str, Any]], str]:
+    """Read the accuracies that lie beside a page, by row, and the line that says when they were measured."""
+    with open(page.with_suffix(".csv"), newline="") as file:
+        lines = {(line["method"], line["setting"]): line for line in csv.DictReader(file)}
+    found = {}
+    for row in plan:
+        line = lines["unpruned" if row.entry is None else row.entry.name, row.where]
+        found[row.slug] = {name: float(line[name]) for name in ("top1", "agreement", "macs")}
+    told = re.search(r"^Accuracy: (.*)\.$", page.read_text(), re.MULTILINE)
+    if told is None:
+        raise SystemExit(f"{page}: no line 'Accuracy: ...'; expected a page that this script wrote")
+    return found, told[1]
+
+
 def main(
-    data: Path, out: Path, page: Path = Path("docs/results/comparison.md"), speed: bool = True, backwards: bool = False
+    data: Path,
+    out: Path,
+    page: Path = Path("docs/results/comparison.md"),
+    only: Literal["all", "accuracy", "speed"] = "all",
+    backwards: bool = False,
 ) -> None:
-    """Everything.
+    """Measure every row and write the page.
 
     Args:
         data: The folder with the weights, calibration-1000 and imagenet-val-1300.
         out: Where trainings and results go.
         page: The page to write.
-        speed: Measure speed as well, and write the page; turn it off while the machine is busy.
+        only: "accuracy" measures no speed and writes no page, for a busy machine; "speed" keeps the page's accuracies.
         backwards: Take the rows from the last to the first, beside a process that takes them from the first.
     """
     out.mkdir(parents=True, exist_ok=True)
-    seconds = train(data, out)
-    bench = Bench(data, out)
+    train(data, out, ["avit", "avit-tuned"] if only == "speed" else list(TRAININGS))
+    bench = Bench(data, out, untrained=only == "speed")
     plan = rows(copy.deepcopy(bench.model))
-    found = {}
-    for row in tqdm(plan[::-1] if backwards else plan, unit="row", desc="accuracy"):
-        found[row.slug] = remembered(out / f"{row.slug}.json", row, bench.accuracy)
-    if not speed:
+    found, when = published(page, plan) if only == "speed" else ({}, stamp())
+    if only != "speed":
+        for row in tqdm(plan[::-1] if backwards else plan, unit="row", desc="accuracy"):
+            found[row.slug] = remembered(out / f"{row.slug}.json", row, bench.accuracy)
+    if only == "accuracy":
         return
     for row in tqdm(plan, unit="row", desc="speed"):
         found[row.slug] |= remembered(out / f"{row.slug}-speed.json", row, bench.speed)
-    write(page, text(plan, found, seconds).encode())
+    write(page, text(plan, found, when).encode())
     write(page.with_suffix(".csv"), table_of_rows(plan, found).encode())
     fill_readme(readme(plan, found))
     written(page)
@@ -372,15 +394,14 @@ def fill_readme(text: str) -> None:
     write(README, f"{before}{start}\n{text}\n{end}{rest.split(end)[1]}".encode())
 
 
-def text(plan: list[Row], found: dict[str, Any], seconds: dict[str, float]) -> str:
+def text(plan: list[Row], found: dict[str, Any], when: str) -> str:
     """The page."""
     single, several = [f"{keep}" for keep in KEEP], [f"{share} of the MACs" for share in SHARES]
     places = "; ".join(f"{entry.name} {entry.note}" for entry in entries())
     base = found["unpruned"]
     return PAGE.format(
         top1=base["top1"], gmacs=f"{base['macs'] / 1e9:.3f}", single=overview(plan, found, single),
-        several=overview(plan, found, several), itself=itself(plan, found), places=places, stamp=stamp(),
-        trained="; ".join(f"{name} {value:.0f} s" for name, value in seconds.items()),
+        several=overview(plan, found, several), itself=itself(plan, found), places=places, stamp=stamp(), when=when,
     )  # fmt: skip
 
 
@@ -389,10 +410,14 @@ PAGE = (
 
 `{{model}}` with real weights on 1,300 labelled photos of the ImageNet-1k validation set. Unpruned: top-1 {top1:.1f} %, {gmacs} GMACs.
 This is a subset: compare rows with each other, not with published accuracies.
-Trainable methods learned from 1,000 other photos on two cores ({trained}). "Fine-tuned" methods trained the whole model; all
+Trainable methods learned from 1,000 other photos in one to four minutes. "Fine-tuned" methods trained the whole model; all
 others left it frozen.
 
-Written by `python benchmarks/results.py --data ../shared/data --out runs/results` on {stamp}.
+Written by `python benchmarks/results.py --data ../shared/data --out runs/results`; with `--only speed` it times all rows again.
+
+Accuracy: {when}.
+
+Speed: {stamp}.
 
 Cells are top-1 and, in brackets, the speed-up. All rows with agreement, MACs and images/s are in `docs/results/comparison.csv`.
 
