@@ -13,6 +13,7 @@ from conftest import make, photos_for
 from tntprune import TNT, Random, calibrate_, reduce_
 from tntprune.backbones.attach import reduction_of
 from tntprune.cli.main import main
+from tntprune.report import draw
 from tntprune.report.draw import ORIGINAL, STRIPES, VEIL, kept_maps, photo_maps, row_titles, sheet, to_pixels, veiled
 
 
@@ -99,6 +100,19 @@ def test_a_sheet_has_a_row_for_each_photo_and_a_column_for_each_block(tmp_path):
     alone = Image.open(io.BytesIO(sheet(maps[:1], ["one"])))
     assert picture.format == "PNG" and picture.width == alone.width and picture.height > 1.7 * alone.height
     assert picture.width > 900
+
+
+@pytest.mark.parametrize(
+    ("config", "merged", "dropped"),
+    [(TNT(at=1, keep=0.5), True, False), (Random(at=1, keep=0.5), False, True), (Random(at=1, keep=1.0), False, False)],
+)
+def test_the_legend_names_the_fates_that_the_pictures_show(config, merged, dropped, monkeypatch):
+    told = []
+    monkeypatch.setattr(draw, "_legend", lambda figure, fates: told.extend(fates))
+    model = reduce_(make("plain"), config)
+    maps = kept_maps(model, photos_for(model), (0.5,) * 3, (0.5,) * 3)
+    sheet(maps)
+    assert told == ["kept", *["merged into a kept token"] * merged, *["dropped"] * dropped]
 
 
 def test_after_a_sheet_the_model_can_still_be_trained():

@@ -17,7 +17,7 @@ from tntprune.demo.digits import cluttered_digits
 from tntprune.methods import TNT, Config, Random
 from tntprune.reduce import reduce_
 from tntprune.report import Table, page, picture
-from tntprune.report.draw import ORIGINAL, kept_maps, sheet
+from tntprune.report.draw import ORIGINAL, PhotoMaps, kept_maps, sheet
 from tntprune.report.figures import curve
 from tntprune.report.plot_style import blank
 from tntprune.system.environment import stamp
@@ -94,7 +94,7 @@ def demo(out: Path, seed: int = 0, progress: bool = True) -> Demo:
     base: Figures | None = None
     rows: list[DemoRow] = []
     shown = [int((answers == digit).nonzero()[0]) for digit in range(0, 10, 2)]
-    maps: list[dict[str, Any]] = [{} for _ in shown]
+    maps = [PhotoMaps() for _ in shown]
     for name, config in METHODS.items():
         reduce_(model, config)
         if name in TRAINING:
@@ -113,13 +113,14 @@ def demo(out: Path, seed: int = 0, progress: bool = True) -> Demo:
                 for drawn, new in zip(maps, kept_maps(model, held_out[shown], [0.5], [0.5]), strict=True):
                     drawn[ORIGINAL] = new[ORIGINAL]
                     drawn[f"{tokens} tokens"] = new[f"after block {AT}"]
+                    drawn.merged, drawn.dropped = drawn.merged or new.merged, drawn.dropped or new.dropped
     assert base is not None
     result = Demo(base, rows, out / REPORT)
     write(result.report, _page(result, maps).encode())
     return result
 
 
-def _page(result: Demo, maps: list[dict[str, Any]]) -> str:
+def _page(result: Demo, maps: list[PhotoMaps]) -> str:
     names, base = list(METHODS), result.base
     assert base.top1 is not None  # the scans have labels
     lines = {name: [(row.macs / 1e6, row.top1) for row in result.rows if row.method == name] for name in names}

@@ -26,6 +26,19 @@ VEIL = 0.85  # share of the veil over a dropped token; half of it over a merged 
 STRIPES = np.array([[238, 241, 246], [118, 134, 168]])  # of the veil: one of them shows on white, on black, on any grey
 ORIGINAL = "original"
 LONGEST = 24  # characters of a row's title
+FATES = {"kept": 0.0, "merged into a kept token": VEIL / 2, "dropped": VEIL}  # of a patch, and its veil
+
+
+class PhotoMaps(dict[str, Pixels]):
+    """Pictures of one photo by their captions, each (H, W, 3).
+
+    Attributes:
+        dropped: Whether any of them shows a dropped token.
+        merged: Whether any of them shows a merged one.
+    """
+
+    dropped = False
+    merged = False
 
 
 def veiled(pixels: Pixels, carrier: np.ndarray[Any, Any], grid: tuple[int, int]) -> Pixels:
@@ -55,7 +68,7 @@ def to_pixels(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) 
 @torch.inference_mode()
 def kept_maps(
     model: nn.Module, images: torch.Tensor, mean: Sequence[float], std: Sequence[float], each: bool = False
-) -> list[dict[str, Pixels]]:
+) -> list[PhotoMaps]:
     """Draw for each image the picture itself, and one picture for each block after which tokens go.
 
     Args:
@@ -66,10 +79,10 @@ def kept_maps(
         each: Let every location work on its own, as in the paper's figures, instead of one after the other.
 
     Returns:
-        A dict from a caption to (H, W, 3) pixels, for each image.
+        The pictures of each image.
     """
     grid = find_backbone(model).grid(model, images)
-    pictures: list[dict[str, Pixels]] = [{ORIGINAL: to_pixels(image, mean, std)} for image in images]
+    pictures = [PhotoMaps({ORIGINAL: to_pixels(image, mean, std)}) for image in images]
     for carrier in _carriers(model, images, each):
         for block, places in carrier.items():
             if block and bool((places == torch.arange(places.shape[1], device=places.device)).all()):
@@ -77,6 +90,8 @@ def kept_maps(
             caption = f"after block {block}" if block else "before block 1"
             for picture, place in zip(pictures, places.cpu().numpy(), strict=True):
                 picture[caption] = veiled(picture[ORIGINAL], place, grid)
+                picture.dropped |= bool((place < 0).any())
+                picture.merged |= bool(((place >= 0) & (place != np.arange(len(place)))).any())
     return pictures
 
 
@@ -100,7 +115,7 @@ def _carriers(model: nn.Module, images: torch.Tensor, each: bool) -> list[dict[i
     return found
 
 
-def photo_maps(model: nn.Module, photos: Sequence[Path], each: bool = False) -> list[dict[str, Pixels]]:
+def photo_maps(model: nn.Module, photos: Sequence[Path], each: bool = False) -> list[PhotoMaps]:
     """Draw `kept_maps` of photos, each turned upright as its EXIF orientation says.
 
     Raises:
@@ -114,7 +129,7 @@ def photo_maps(model: nn.Module, photos: Sequence[Path], each: bool = False) -> 
     return kept_maps(model, images, config["mean"], config["std"], each)
 
 
-def sheet(pictures: list[dict[str, Pixels]], titles: Sequence[str] | None = None) -> bytes:
+def sheet(pictures: Sequence[PhotoMaps], titles: Sequence[str] | None = None) -> bytes:
     """Lay pictures in a grid, one row per image and one column per caption, with a legend of the veils, as a PNG."""
     captions = list(pictures[0])
     rows, columns = len(pictures), len(captions)
@@ -134,16 +149,18 @@ def sheet(pictures: list[dict[str, Pixels]], titles: Sequence[str] | None = None
                 axis.set_title(drawable(caption), fontsize=10)
             if column == 0 and titles is not None:
                 axis.set_ylabel(drawable(titles[row]), fontsize=9)
-    _legend(figure)
+    shown = (True, any(picture.merged for picture in pictures), any(picture.dropped for picture in pictures))
+    _legend(figure, [fate for fate, there in zip(FATES, shown, strict=True) if there])
     return finished(figure, "png")
 
 
-def _legend(figure: Any) -> None:
-    """Name the veils below the pictures: each as it looks on white."""
+def _legend(figure: Any, fates: Sequence[str]) -> None:
+    """Name the veils that occur below the pictures, each as it looks on white."""
     from matplotlib.patches import Patch
 
     patches = []
-    for name, veil in (("kept", 0.0), ("merged into a kept token", VEIL / 2), ("dropped", VEIL)):
+    for name in fates:
+        veil = FATES[name]
         light, dark = (tuple((255 - veil * (255 - stripe)) / 255) for stripe in STRIPES)
         patches.append(
             Patch(facecolor=light, edgecolor=dark if veil else "#999999", hatch="////" * bool(veil), label=name)
