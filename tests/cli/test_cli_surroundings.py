@@ -227,6 +227,18 @@ def test_wrong_usage_is_json_too(call, command):
         assert (code, out, err.count("\n")) == (2, "", 1) and list(json.loads(err)) == ["error"]
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["macs", "digits_vit", "--kep", "0.5"], "unknown flag --kep (did you mean --keep?); see tntprune macs --help"),
+        (["eval", "digits_vit", "--dta=x"], "unknown flag --dta (did you mean --data?); see tntprune eval --help"),
+        (["bench", "digits_vit", "--zzzz"], "unknown flag --zzzz; see tntprune bench --help"),
+    ],
+)
+def test_a_misspelt_flag_is_named_with_its_likely_meaning(call, words, line):
+    assert call(*words) == (2, "", f"tntprune: {line}\n")
+
+
 # Locales and terminals
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import io
 import json
@@ -144,7 +145,25 @@ def _parse(given: list[str]) -> Callable[[], int]:
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        raise UsageError(f"{_one_line(errors.getvalue())}; see {prog} --help") from None
+        told = (_unknown_flag(name, given[1:]) if name in COMMANDS else "") or _one_line(errors.getvalue())
+        raise UsageError(f"{told}; see {prog} --help") from None
+
+
+def _unknown_flag(command: str, given: Sequence[str]) -> str:
+    """Name the first flag that a command does not have, and those that are spelt like it; return "" where all exist."""
+    from tntprune.cli.commands import COMMANDS
+    from tntprune.cli.values import VALUES
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit), _readable_width():
+        tyro.cli(_later(COMMANDS[command]), prog="", args=["--help"], config=PARSING, registry=VALUES)
+    known = set(re.findall(r"--[a-z][a-z0-9-]*", text.getvalue()))
+    flags = (word.partition("=")[0] for word in given if re.match(r"--[a-z]", word))
+    for flag in flags:
+        if flag.replace("_", "-") not in known:
+            near = difflib.get_close_matches(flag, known, n=1)
+            return f"unknown flag {flag}" + (f" (did you mean {near[0]}?)" if near else "")
+    return ""
 
 
 @contextlib.contextmanager
