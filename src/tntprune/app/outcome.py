@@ -106,8 +106,8 @@ def outcome(model: nn.Module, reduced: Reduced, seen: View) -> Outcome:
         pictures.append(veiled(seen.pixels, carrier, grid))
         heat.append(latest)
         counts.append(int((carrier == whole).sum()))
-    times = in_turns([lambda: model(seen.images), lambda: reduced.model(seen.images)], ROUNDS, seen.images.device,
-                     warmup=1, progress=False)  # fmt: skip
+    both = [lambda: model(seen.images), lambda: reduced.model(seen.images)]  # warm from the passes above
+    times = in_turns(both, ROUNDS, seen.images.device, warmup=0, progress=False)
     return Outcome(
         pictures, heat, counts, guesses(model, before), guesses(model, after),
         float(torch.cosine_similarity(before, after).item()), macs(reduced.model),
