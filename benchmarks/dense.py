@@ -33,7 +33,7 @@ START, END = "<!-- written by benchmarks/dense.py -->", "<!-- end -->"
 
 @torch.inference_mode()
 def likeness(model: nn.Module, batches: Any) -> dict[str, float]:
-    """The mean cosine of each place's feature with the unpruned model's, by what became of the place.
+    """Return the mean cosine of each place's feature with the unpruned model's, by what became of the place.
 
     Args:
         model: A reduced model with one location.

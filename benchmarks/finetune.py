@@ -74,7 +74,7 @@ class Bench:
             train_folder(reduce_(self.model(), recipe.config), self.learn, out, recipe, resume=out.exists())
 
     def reduced(self, setting: str) -> nn.Module:
-        """A model under one setting: TNT with the scorers, anything else as it is."""
+        """Return a model under one setting: TNT with the scorers, anything else as it is."""
         config = config_from_text(setting)
         if not config.must_train:
             return reduce_(self.model(), config)
@@ -82,14 +82,14 @@ class Bench:
         return load_(self.model(), self.scorers, **{name: getattr(config, name) for name in given})
 
     def unpruned(self) -> float:
-        """Top-1 of the whole model."""
+        """Measure the top-1 of the whole model."""
         file = self.out / "unpruned.json"
         if not file.exists():
             write(file, json.dumps(evaluate(self.model(), self.judge).top1).encode())
         return float(json.loads(file.read_text()))
 
     def row(self, setting: str, kind: str, rate: float | None) -> dict[str, Any]:
-        """What one training gives; one that is there already is not repeated."""
+        """Train under one setting and return its figures; a training that has ended is not repeated."""
         other = [f"{key}={value}" for key, value in self.options.items() if value != getattr(Training, key)]
         name = "-".join([setting.replace(" ", "-"), kind, *([f"{rate:g}"] if rate else []), *other])
         file, run = self.out / f"{name}.json", self.out / name
@@ -115,7 +115,7 @@ class Bench:
 
 
 def table(rows: Sequence[dict[str, Any]], unpruned: float) -> str:
-    """The rows as a table; `unpruned` is the top-1 of the whole model."""
+    """Lay the rows out as a table; `unpruned` is the top-1 of the whole model."""
     shown = [
         f"| `{row['setting']}` | {row['gmacs']:.3f} | {row['kind']} | {row['top1']:.2f} | {row['agreement']:.2f} | "
         f"{row['seconds']:.0f} s |"

@@ -30,7 +30,7 @@ WANTED = 10  # percent that a prediction may be off
 
 
 def falling(r: int) -> tuple[int, ...]:
-    """What ToMe leaves of 196 patch tokens in each of 12 blocks where r go in each."""
+    """Count the 196 patch tokens that ToMe leaves after each of 12 blocks, where r go in each."""
     return tuple(196 - r * block for block in range(1, 13))
 
 

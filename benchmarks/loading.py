@@ -37,7 +37,7 @@ MODELS = {"ViT-Tiny": "vit_tiny_patch16_224", "DeiT-S": "deit_small_distilled_pa
 
 @dataclass
 class Watched:
-    """A source, with a clock on what is waited for after the first batch, which starts the processes."""
+    """Wrap a source, with a clock on the waits after the first batch, which starts the processes."""
 
     source: Source
     waited: float = 0.0

@@ -57,7 +57,7 @@ def ablation(lab: Lab, named: tuple[str, ...], seeds: tuple[int, ...]) -> None:
 
 
 def table(lab: Lab, plans: Path | None, seeds: tuple[int, ...], only: str | None = None) -> None:
-    """The table of the page: five seeds, judged by photos that nothing was chosen on."""
+    """Make the table of the page: five seeds, judged by photos that nothing was chosen on."""
     lab.judge("table unpruned", None, {}, "val", False)
     for budget, r in {"0.924": 8, "0.731": 13, "0.622": 16, "0.510": 20}.items():
         lab.judge(f"table tome {budget}", ToMe(r=r), {}, "val", False)
@@ -73,7 +73,7 @@ def table(lab: Lab, plans: Path | None, seeds: tuple[int, ...], only: str | None
 
 
 def references(lab: Lab, plans: Path) -> None:
-    """What needs no search, at the budgets of the plans, and plans of methods that learn nothing."""
+    """Measure schedules that need no search, at the budgets of the plans, and plans of methods that learn nothing."""
     learned, _ = lab.train(WHOLE, lab.photos["all"], 0)
     for path in sorted([*plans.glob("tnt-*.json"), *plans.glob("tome-*.json")]):
         method, budget = path.stem.split("-")
@@ -87,7 +87,7 @@ def references(lab: Lab, plans: Path) -> None:
 
 
 def tuned(lab: Lab, plans: Path | None, only: str | None) -> None:
-    """The settings of the table with the norms fine-tuned under each."""
+    """Measure the settings of the table with the norms fine-tuned under each."""
     for variant, settings in ((SINGLE, SINGLE.settings()), (WHOLE, schedules(plans))):
         if only not in (None, variant.name):
             continue

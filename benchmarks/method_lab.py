@@ -58,7 +58,7 @@ class Lab:
         make_folder(out)
 
     def train(self, variant: Variant, photos: list[Photo], seed: int) -> tuple[Learned, float]:
-        """What a training learns, and its seconds; one that has ended is not repeated."""
+        """Train under one setting and return its parameters and seconds; a training that has ended is not repeated."""
         out = self.out / f"{variant.like or variant.name}-{len(photos)}-{seed}".replace(" ", "-")
         training = Training(**{"seed": seed, "amp": "bf16" if self.half else "none", **variant.training})
         if not ended(out):
@@ -82,7 +82,7 @@ class Lab:
         return list(zip(*(part.split(50) for part in self.ready[name]), strict=True))
 
     def tune(self, label: str, config: Config, learned: Learned) -> tuple[Path, float]:
-        """The norms fine-tuned under a reduction: the run, and its seconds."""
+        """Fine-tune the norms under a reduction, and return the run and its seconds."""
         out = self.out / f"tuned-{label}"
         training = Training(unfreeze="norms", amp="bf16" if self.half else "none", epochs=3)
         model = load_model(MODEL, self.data / f"{MODEL}.safetensors")
@@ -101,7 +101,7 @@ class Lab:
     def judge(
         self, name: str, config: Config | None, learned: Learned, photos: str, half: bool, run: Path | None = None
     ) -> dict[str, Any]:
-        """Top-1, agreement and divergence from the unpruned model; kept under a name of its own.
+        """Measure top-1, agreement and divergence from the unpruned model; the figures are kept under a name.
 
         Args:
             name: Of the file.

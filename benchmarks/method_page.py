@@ -22,7 +22,7 @@ FLOORS = {"0.924": (0.0, 82.4), "0.731": (0.0, 81.9), "0.622": (0.0, 81.2), "0.5
 
 
 def load(folder: Path, kept: Path) -> Figures:
-    """Every figure by its name: those that were kept beside the page, and newer ones.
+    """Return every figure by its name: those beside the page, and newer ones.
 
     Args:
         folder: With a file for each of the newer ones.
@@ -43,7 +43,7 @@ def load(folder: Path, kept: Path) -> Figures:
 
 
 def named(figures: Figures, start: str) -> list[dict[str, Any]]:
-    """The figures of one setting, seed by seed."""
+    """Return the figures of one setting, seed by seed."""
     start = start.replace(" ", "-")
     return [figures[name] for name in sorted(figures) if re.fullmatch(re.escape(start) + r"-\d+", name)]
 
@@ -55,12 +55,12 @@ def spread(values: Iterable[float], digits: int = 1) -> str:
 
 
 def seeds(rows: list[dict[str, Any]]) -> str:
-    """Top-1 over training seeds, and how many there are."""
+    """Return top-1 over training seeds, and the number of seeds."""
     return f"{spread(row['top1'] for row in rows)} ({len(rows)})"
 
 
 def more(figures: Figures, label: str) -> str:
-    """Top-1 with the norms fine-tuned."""
+    """Return top-1 with the norms fine-tuned."""
     found = figures.get(f"tuned-{label}")
     return f"{found['top1']:.1f}" if found else ""
 
@@ -92,7 +92,7 @@ def results(figures: Figures) -> str:
 
 
 def search(figures: Figures) -> str:
-    """The plans against schedules that need no search, with the scorers of the first seed."""
+    """Compare the plans with schedules that need no search, with the scorers of the first seed."""
     names = {
         "the-papers-[3-4-5]": "the paper's [3, 4, 5]",
         "uniform-rates": "uniform rates",

@@ -54,11 +54,11 @@ class Variant:
 
     @property
     def labelled(self) -> bool:
-        """Whether its training needs labels."""
+        """Tell whether its training needs labels."""
         return self.config.resolved.objective == "ce"
 
     def settings(self) -> dict[str, Config]:
-        """What it is judged at, by name."""
+        """Return the settings at which it is judged, by name."""
         if len(self.config.locations) > 1:
             return {"everywhere": self.config.changed(tokens=COUNTS, **self.changes)}
         return {f"K={keep}": self.config.changed(keep=keep, **self.changes) for keep in self.keeps}
@@ -69,7 +69,7 @@ WHOLE = Variant("whole", EVERYWHERE)
 
 
 def variants() -> Iterator[Variant]:
-    """The default, and one option changed at a time."""
+    """Return the default, and variants with one option changed each."""
     single, whole = TNT(at=3, keep=0.5), EVERYWHERE
 
     def changed(name: str, **options: Any) -> Variant:
@@ -125,7 +125,7 @@ def efforts() -> Iterator[tuple[Variant, int]]:
 
 
 def schedules(plans: Path | None) -> dict[str, Config]:
-    """What TNT's plans say, by their budgets: files such as tnt-731.json."""
+    """Read TNT's plans by their budgets, from files such as tnt-731.json."""
     if plans is None:
         return {}
     return {f"0.{path.stem[4:]}": read(path).config for path in sorted(plans.glob("tnt-*.json"))}

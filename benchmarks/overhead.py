@@ -54,7 +54,7 @@ METHODS: dict[str, tuple[Config, float]] = {  # with the most that its own time 
 
 @contextmanager
 def clocked(method: Method) -> Iterator[list[float]]:
-    """The seconds spent in a method's calls, and in building attention maps for it."""
+    """Return the seconds spent in a method's calls, and in building attention maps for it."""
     spent: list[float] = []
 
     def timed(function: Callable[..., object]) -> Callable[..., object]:

@@ -40,7 +40,7 @@ def main(
     workers: int = 2,
     precision: Precision = "bf16",
 ) -> None:
-    """Everything.
+    """Run everything.
 
     Args:
         data: The folder with the weights, calibration-1000 and imagenet-val-1300.
@@ -84,7 +84,7 @@ def main(
 
 
 def command(options: Options) -> str:
-    """What does the same from the command line."""
+    """Return the command line that does the same."""
     weights = next(iter(options.weights.values()))
     words = [
         "tntprune", "paper", "--backbones", MODEL, "--weights", str(weights), "--data", str(options.data),
@@ -96,7 +96,7 @@ def command(options: Options) -> str:
 
 
 def as_jpeg(path: Path) -> bytes:
-    """A picture at a tenth of its size."""
+    """Return a picture at a tenth of its size."""
     data = io.BytesIO()
     with Image.open(path) as image:
         image.convert("RGB").save(data, "JPEG", quality=85)
@@ -104,7 +104,7 @@ def as_jpeg(path: Path) -> bytes:
 
 
 def lines(measured: list[Measured]) -> str:
-    """The rows in the plan's order, each once, without this machine's paths."""
+    """Return the rows in the plan's order, each once, without this machine's paths."""
     rows = {one.row.setting.key: one.row for one in measured}.values()
     here = Path.cwd()
     text = "".join(f"{row.to_json()}\n" for row in rows)

@@ -64,7 +64,7 @@ STATIC: dict[str, Config] = {
 
 
 def speed(rounds: int) -> dict[str, Any]:
-    """Every batch size and precision, eager and compiled."""
+    """Time every batch size and precision, eager and compiled."""
     model = timm.create_model(MODEL).eval()
     rows: list[dict[str, Any]] = []
     others = 0.0
@@ -87,7 +87,7 @@ def curve(rounds: int) -> dict[str, Any]:
 
 
 def kernels(rounds: int = 40) -> dict[str, Any]:
-    """The two kernels that the page speaks of, alone, in milliseconds: the fastest of the rounds."""
+    """Time the two kernels of the page alone, in milliseconds: the fastest of the rounds."""
     products = {}
     weight, bias = torch.randn(384, 1536).bfloat16(), torch.randn(384).bfloat16()
     with torch.inference_mode():
@@ -111,7 +111,7 @@ def _plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 @dataclass(frozen=True)
 class Step:
-    """A training step of the library beside a plain loop: seconds, the ratio, and how far the gradients differ."""
+    """Time a training step of the library beside a plain loop: seconds, their ratio, and the difference of the gradients."""
 
     recipe: str
     amp: str
@@ -150,7 +150,7 @@ def _step(recipe: str, amp: str, rounds: int, batch: int) -> Step:
 def _plain_step(
     model: nn.Module, images: torch.Tensor, labels: torch.Tensor, amp: str, trainer: Trainer, number: int
 ) -> None:
-    """What one would write: the teacher's pass, the whole model in training mode, and autograd through all of it."""
+    """Run a plain training loop: the teacher's pass, the whole model in training mode, autograd through all of it."""
     trainer.seed(trainer.training.seed * 1_000_003 + number)
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=amp == "bf16"):
@@ -172,7 +172,7 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def _apart(plain: nn.Module, model: nn.Module) -> float:
-    """The norm of the difference of the scorers' gradients, as a share of the norm."""
+    """Return the norm of the difference of the scorers' gradients, as a share of the norm."""
     pairs = [
         (a.grad, b.grad)
         for a, b in zip(reduction_of(plain).parameters(), reduction_of(model).parameters(), strict=True)
@@ -183,7 +183,7 @@ def _apart(plain: nn.Module, model: nn.Module) -> float:
 
 
 def compiled(kept: Path) -> dict[str, Any]:
-    """Every method with fixed counts at fifteen rates, on a small model; goes on where it stopped."""
+    """Time every method with fixed counts at fifteen rates, on a small model; go on where it stopped."""
     torch.manual_seed(0)
     size: dict[str, int] = {"img_size": 48, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
     model = VisionTransformerDistilled(**size, num_classes=7).eval()
@@ -241,7 +241,7 @@ def main(
 
 
 def told(known: dict[str, Any], rows: list[BenchRow]) -> dict[str, str]:
-    """What the page says, from the parts."""
+    """Write the page from its parts."""
     table = []
     for row in rows:
         name = row.method + (", dropping" if row.method == "tnt" and "similar" in row.options else "")

@@ -57,7 +57,7 @@ def draw(canvas: ImageDraw.ImageDraw, shape: str, colour: tuple[int, ...], corne
 
 
 def make(folder: Path) -> None:
-    """The photos, in class folders."""
+    """Write the photos into class folders."""
     for seed, (split, count) in enumerate(COUNTS.items()):
         generator = np.random.default_rng(seed)
         for name in (f"{colour} {shape}" for colour in COLOURS for shape in SHAPES):
@@ -76,7 +76,7 @@ def make(folder: Path) -> None:
 
 
 def call(*arguments: Any) -> dict[str, Any]:
-    """What a command prints."""
+    """Run a command and return its output."""
     command = [sys.executable, "-m", "tntprune", *map(str, arguments), "--json"]
     found: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return found
@@ -125,7 +125,7 @@ def page(
     first: dict[str, Any], second: dict[str, Any], third: dict[str, Any], log: list[dict[str, Any]],
     vit16: list[dict[str, Any]], whole: Any, rows: list[Any],
 ) -> str:  # fmt: skip
-    """What docs/results/pretrain.md says."""
+    """Write docs/results/pretrain.md."""
     judged = [line for line in log if "top1" in line]
     shown = judged[:: max(1, len(judged) // 4)]
     shown = shown if shown[-1] is judged[-1] else [*shown, judged[-1]]

@@ -56,7 +56,7 @@ def ship(data: Path, run: Path, command: str) -> Path:
 
 
 def main(data: Path, out: Path, page: Path = Path("docs/results/pretrained.md")) -> None:
-    """Everything.
+    """Run everything.
 
     Args:
         data: The folder with the weights, calibration-1000 and imagenet-val-1300.

@@ -98,7 +98,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """Every method, each as its paper has it, but for the place of the single location."""
+    """Return every method, each as its paper has it, but for the place of the single location."""
     three = (3, 4, 5)
 
     def dropping(k: float) -> Config:
@@ -166,7 +166,7 @@ class Row:
 
 
 def fitted(model: nn.Module, several: Callable[[float], Config], target: float) -> Config:
-    """The config whose MACs come nearest to a number from below, by bisection of its rate to three decimals."""
+    """Return the config whose MACs come nearest to a number from below, by bisection of its rate to three decimals."""
     low, high = 1, 1000
     while low < high:
         middle = (low + high + 1) // 2
@@ -179,7 +179,7 @@ def fitted(model: nn.Module, several: Callable[[float], Config], target: float) 
 
 
 def rows(model: nn.Module) -> list[Row]:
-    """All of them, the unpruned model first."""
+    """Return all rows, the unpruned model first."""
     base = macs(model).macs
     found = [Row(None, None, "")]
     for entry in entries():
@@ -209,7 +209,7 @@ class Bench:
         self.unpruned = Tally(self.base)  # for speed; it warms up once
 
     def reduced(self, row: Row) -> nn.Module:
-        """The model of a row."""
+        """Return the model of a row."""
         restore_(self.model)
         self.model.load_state_dict(self.plain)
         if row.entry is None or row.config is None:
@@ -225,7 +225,7 @@ class Bench:
 
     @torch.inference_mode()
     def accuracy(self, row: Row) -> dict[str, Any]:
-        """Top-1, agreement and MACs."""
+        """Measure top-1, agreement and MACs."""
         tally, same = Tally(self.reduced(row)), 0
         with torch.autocast("cpu", torch.bfloat16):
             if not self.guesses:
@@ -263,7 +263,7 @@ def train(data: Path, out: Path, names: list[str]) -> None:
 
 
 def remembered(path: Path, row: Row, find: Callable[[Row], dict[str, Any]]) -> dict[str, Any]:
-    """What is in a file if it is of the same config, or else what `find` finds, which is then put there."""
+    """Read a file of the same config; else measure with `find`, and write the file."""
     config = None if row.config is None else json.loads(json.dumps(to_dict(row.config)))
     training = TRAININGS.get(row.entry.training or "") if row.entry is not None else None
     settings = {"config": config, "training": training}
@@ -325,7 +325,7 @@ def main(
 
 
 def overview(plan: list[Row], found: dict[str, Any], settings: list[str]) -> str:
-    """Top-1 and speed-up of every method over the settings, the best top-1 of each in bold."""
+    """Lay out top-1 and speed-up of every method over the settings, the best top-1 of each in bold."""
     lines = [f"| method | {' | '.join(settings)} |", f"|---|{'---:|' * len(settings)}"]
     named: dict[str, dict[str, dict[str, Any]]] = {}
     for row in plan:
@@ -356,7 +356,7 @@ def itself(plan: list[Row], found: dict[str, Any]) -> str:
 
 
 def table_of_rows(plan: list[Row], found: dict[str, Any]) -> str:
-    """Every row as CSV."""
+    """Lay every row out as CSV."""
     lines = ["method,setting,top1,agreement,macs,speedup,images_per_s"]
     for row in plan:
         one, name = found[row.slug], "unpruned" if row.entry is None else row.entry.name
@@ -368,7 +368,7 @@ def table_of_rows(plan: list[Row], found: dict[str, Any]) -> str:
 
 
 def readme(plan: list[Row], found: dict[str, Any]) -> str:
-    """The README's table: five methods that keep a half and a quarter of the tokens after block 3."""
+    """Lay out the README's table: five methods that keep a half and a quarter of the tokens after block 3."""
     base = found["unpruned"]
     lines = [
         "| patch tokens kept after block 3 | 50 %: top-1 | speed-up | 25 %: top-1 | speed-up |", "|---|---:|---:|---:|---:|",
@@ -395,7 +395,7 @@ def fill_readme(text: str) -> None:
 
 
 def text(plan: list[Row], found: dict[str, Any], when: str) -> str:
-    """The page."""
+    """Write the page."""
     single, several = [f"{keep}" for keep in KEEP], [f"{share} of the MACs" for share in SHARES]
     places = "; ".join(f"{entry.name} {entry.note}" for entry in entries())
     base = found["unpruned"]

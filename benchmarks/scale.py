@@ -100,7 +100,7 @@ def children(pid: int) -> list[int]:
 
 
 def memory(pid: int) -> float:
-    """What a process holds now, in MiB, but for the pages of libraries, of which it has more or fewer at random."""
+    """Return the memory of a process now, in MiB, without the pages of libraries, which vary at random."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -114,7 +114,7 @@ def log(out: Path) -> list[dict[str, Any]]:
 
 
 def same(first: Path, second: Path) -> bool:
-    """Whether two trainings left the same weights, averages and log."""
+    """Tell whether two trainings left the same weights, averages and log."""
     pairs = [[read_weights(out / place / "reducer.safetensors") for out in (first, second)] for place in ("", "ema")]
     weights = all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
     return weights and log(first) == log(second)
@@ -167,7 +167,7 @@ def main(out: Path, doc: Path = Path("docs/results/scale.md")) -> None:
 
 
 def page(found: dict[str, Done], judged: list[Done], checks: dict[str, bool], steps: int, more: int) -> str:
-    """What docs/results/scale.md says."""
+    """Write docs/results/scale.md."""
     shown = {"one": (1, FEW, steps), "two": (2, FEW, steps), "four times": (2, MANY, more)}
     rows = "\n".join(
         f"| {processes} | {photos * CLASSES:,} | {count} | {found[name].seconds:.0f} | {mib(found[name].ranks)} "

@@ -62,7 +62,7 @@ class Page:
 
     @property
     def command(self) -> str:
-        """The command that measures the page again."""
+        """Return the command that measures the page again."""
         return f"python benchmarks/{self.scripts[0]} {self.options}".strip()
 
 
@@ -117,7 +117,7 @@ def _sources(parts: Iterable[Path]) -> list[str]:
 
 
 def definitions(sources: Iterable[str]) -> set[str]:
-    """What some files define and do, each top-level statement in one canonical line.
+    """Return each top-level statement of some files in one canonical line.
 
     Args:
         sources: The text of each file. Into which of them a definition is put makes no difference.
@@ -132,7 +132,7 @@ def _defined(source: str) -> frozenset[str]:
 
 
 def _plain(node: Any) -> Any:
-    """A node of a syntax tree as JSON values, without what no figure depends on; the same in every Python version."""
+    """Return a node of a syntax tree as JSON values, without the parts that no figure depends on; the same in every Python version."""
     if isinstance(node, list):
         return [plain for plain in map(_plain, node) if plain is not None] or None
     if isinstance(node, ast.Import | ast.ImportFrom | ast.expr_context) or _is_prose(node):
@@ -152,14 +152,14 @@ def _plain(node: Any) -> Any:
 
 
 def _is_prose(node: Any) -> bool:
-    """Whether a node is a docstring, or a text that is too long to be a name or a setting."""
+    """Tell whether a node is a docstring, or a text that is too long to be a name or a setting."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
         return True
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) > LONG
 
 
 def stale() -> dict[str, str]:
-    """A line for each page whose code is not the one it was measured with."""
+    """Return a line for each page whose code is not the one it was measured with."""
     known = json.loads(STAMPS.read_text())
     return {
         name: f"docs/{name}: its code changed since it was measured; run `{page.command}`, or if its figures are "
