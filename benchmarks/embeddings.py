@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from tntprune.data.folders import photos_in
 from tntprune.data.loading import Photos, in_order
 from tntprune.data.transforms import transform_for
 from tntprune.methods import Config, to_dict
-from tntprune.system.clock import in_turns
 from tntprune.system.environment import stamp
 from tntprune.system.storage import make_folder, write
 
@@ -46,8 +44,8 @@ METHODS: dict[str, Callable[[float], Config]] = {  # where results.py has them, 
     "random drop": lambda keep: Random(at=PLACES, keep=keep),
     "Top-K": lambda keep: TopK(at=PLACES, keep=keep),
 }
-COLUMNS = {"cosine": ".4f", "recall1": ".1f", "recall5": ".1f", "recall10": ".1f", "knn": ".1f", "speedup": ".2f"}
-BATCH, ROUNDS = 32, 5
+COLUMNS = {"cosine": ".4f", "recall1": ".1f", "recall5": ".1f", "recall10": ".1f", "knn": ".1f"}
+BATCH = 32
 
 
 class Gallery:
@@ -83,10 +81,6 @@ class Gallery:
             own = embed(model, self.images, progress=False)
         cosine = F.cosine_similarity(own.double(), self.unpruned.double()).mean().item()
         found = {**search(own, self.unpruned, self.labels)._asdict(), "cosine": cosine, "macs": macs(model).macs}
-        with torch.inference_mode():
-            calls = [lambda: self.base(self.images[0]), lambda: model(self.images[0])]
-            slow, fast = (times.all for times in in_turns(calls, ROUNDS, torch.device("cpu"), progress=False))
-        found["speedup"] = median(a / b for a, b in zip(slow, fast, strict=True))
         write(path, json.dumps({"settings": settings, **found}).encode())
         return found
 
@@ -147,11 +141,11 @@ What does a search lose when embeddings cost less? `{MODEL}` without its classif
 
 Written by `python benchmarks/embeddings.py --data ../shared/data --out runs/embeddings` on {{stamp}}.
 
-| MACs | method | exactly | cosine | recall@1, % | recall@5, % | recall@10, % | kNN, % | speed-up |
-|---:|---|---:|---:|---:|---:|---:|---:|---:|
+| MACs | method | exactly | cosine | recall@1, % | recall@5, % | recall@10, % | kNN, % |
+|---:|---|---:|---:|---:|---:|---:|---:|
 {{rows}}
 
-Speed-up: median ratio of {ROUNDS} passes over one batch of {BATCH}, in turns with the unpruned model.
+Speed-ups at equal MACs: [Comparison of methods](comparison.md).
 """
 
 

@@ -21,7 +21,7 @@ from tntprune.data.photo import Packed
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import from_dict
 from tntprune.methods.text import described
-from tntprune.system.storage import make_folder, packed, sync_folder, write, write_by
+from tntprune.system.storage import forget_leftovers, make_folder, packed, write, write_by
 
 INDEX, VECTORS, FILES, PIECES = "index.json", "vectors.npy", "files.txt", "pieces"
 PIECE = 512  # photos
@@ -62,7 +62,8 @@ class VectorFolder:
             self._check_names()
             write(index, self._packed({"complete": False}))
         found = self._read(index)
-        for name in found["settings"].keys() | self.settings.keys():
+        names = found["settings"].keys() | self.settings.keys()
+        for name in sorted(names, key=lambda name: (name in DIGESTS, name)):  # the options say more
             old, new = found["settings"].get(name), self.settings.get(name)
             if old != new:
                 what = f"other {DIGESTS[name]}" if name in DIGESTS else f"{name}={_short(old)}, not {_short(new)}"
@@ -127,7 +128,8 @@ class VectorFolder:
         told = {"complete": True, "images": len(places), "dimensions": width, "skipped": bad}
         write(self.path / INDEX, self._packed(told))
         shutil.rmtree(self.path / PIECES, ignore_errors=True)
-        sync_folder(self.path)
+        for name in (INDEX, VECTORS, FILES):
+            forget_leftovers(self.path / name)
         return told
 
     def _packed(self, told: dict[str, Any]) -> bytes:
@@ -166,7 +168,4 @@ class VectorFolder:
 
 def _short(value: Any) -> str:
     """Write a setting as a person reads it."""
-    if isinstance(value, dict):
-        config = from_dict(value)
-        return f"{config.method} {described(config)}"
-    return str(value)
+    return described(from_dict(value)) if isinstance(value, dict) else str(value)
