@@ -30,7 +30,8 @@ CODE = {  # what figures depend on: files and folders of src/tntprune
     "reducing": ("backbones", "methods", "ops", "reduce.py"),
     "counting": ("analysis/macs.py",),
     "reading": ("data/folders.py", "data/images.py", "data/loading.py", "data/transforms.py"),
-    "judging": ("analysis/evaluate.py", "system/precision.py"),
+    "judging": ("analysis/batches.py", "analysis/evaluate.py", "system/precision.py"),
+    "embedding": ("analysis/embed.py", "analysis/retrieval.py"),
     "training": (
         "data/augment.py", "data/batches.py", "data/mixing.py", "training/calibrate.py", "training/config.py",
         "training/frozen_pass.py", "training/learning.py", "training/recipes.py", "training/trainer.py",
@@ -73,6 +74,9 @@ REAL = ("reducing", "counting", "reading", "judging")
 PAGES = {
     "results/dense.md": Page(
         ("dense.py",), ("reducing", "reading", "filling", "shipping"), f"{WEIGHTS} {DATA}/imagenet-val-1300"
+    ),
+    "results/embeddings.md": Page(
+        ("embeddings.py",), (*REAL, "training", "embedding"), f"{DATA} --out runs/embeddings"
     ),
     "results/export.md": Page(
         ("export.py",), ("reducing", "counting", "reading", "timing", "exporting", "shipping"), DATA

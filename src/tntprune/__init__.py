@@ -6,6 +6,7 @@ TYPE_CHECKING = False  # typing itself takes long to import, and Ctrl-C is not y
 if TYPE_CHECKING:
     from typing import Any
 
+    from tntprune.analysis.embed import embed
     from tntprune.analysis.evaluate import evaluate
     from tntprune.analysis.features import features
     from tntprune.analysis.macs import macs
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "ATS", "TNT", "AViT", "Config", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "Random", "ScoringMethod",
-    "ToMe", "Tokens", "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_", "evaluate", "export", "features",
-    "find_plan", "load_", "macs", "option", "push", "record", "reduce_", "register_method", "restore_", "save", "vit16",
+    "ToMe", "Tokens", "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_", "embed", "evaluate", "export",
+    "features", "find_plan", "load_", "macs", "option", "push", "record", "reduce_", "register_method", "restore_",
+    "save", "vit16",
 ]  # fmt: skip
 
 _HOMES = {
@@ -49,10 +51,11 @@ _HOMES = {
     ), "Config": "methods.config", "option": "methods.config", "Layout": "methods.base", "Method": "methods.base",
     "ScoringMethod": "methods.base",
     "Tokens": "ops.tokens", "UsageError": "errors", "UserError": "errors",
-    "calibrate_": "training.calibrate", "evaluate": "analysis.evaluate", "export": "exporters.export",
-    "features": "analysis.features", "find_plan": "search.find_plan", "load_": "serialization.checkpoint",
-    "macs": "analysis.macs", "push": "serialization.share", "record": "analysis.record", "reduce_": "reduce",
-    "restore_": "reduce", "save": "serialization.checkpoint", "vit16": "backbones.vit16",
+    "calibrate_": "training.calibrate", "embed": "analysis.embed", "evaluate": "analysis.evaluate",
+    "export": "exporters.export", "features": "analysis.features", "find_plan": "search.find_plan",
+    "load_": "serialization.checkpoint", "macs": "analysis.macs", "push": "serialization.share",
+    "record": "analysis.record", "reduce_": "reduce", "restore_": "reduce",
+    "save": "serialization.checkpoint", "vit16": "backbones.vit16",
 }  # fmt: skip
 
 

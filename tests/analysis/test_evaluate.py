@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ import hf_models
 import tntprune
 from conftest import SMALL, make, photos_for
 from hf_models import transformers
-from tntprune import TNT, AViT, Random, UsageError, UserError, evaluate, reduce_
+from tntprune import TNT, AViT, Random, UserError, embed, evaluate, reduce_
+from tntprune.analysis.retrieval import search
 from tntprune.backbones.attach import base_of
 from tntprune.backbones.base import find_backbone
 from tntprune.cli.main import main
@@ -137,6 +139,25 @@ def test_without_classes_it_gives_the_mean_cosine(flat, classes, config):
         assert (found.top1, found.agreement, found.images) == (None, None, COUNT)
     assert evaluate(headless(), flat, **QUIET).cosine == 1
     assert evaluate(headless(Random(at=2, keep=1.0)), flat, **QUIET).cosine == pytest.approx(1, abs=1e-12)
+
+
+def test_without_classes_it_searches_among_the_images(flat, classes):
+    model = headless(Random(at=2, keep=0.3))
+    photos = sorted(classes.glob("*/*.png"))
+    images = torch.stack([transform_for(model)(Image.open(path)) for path in photos])
+    labels = torch.tensor([int(path.parent.name[-1]) for path in photos])
+    expected = search(embed(model, images, **QUIET), embed(base_of(model), images, **QUIET), labels)
+    assert 0 < expected.recall5 < 100 and expected.knn is not None and expected.recall10 is not None
+    for data, more in ((classes, {"workers": 0}), (images, {"labels": labels}), ([(images, labels)], {})):
+        found = evaluate(model, data, batch_size=5, **more, **QUIET)
+        assert [getattr(found, name) for name in expected._fields] == list(expected), type(data)
+        assert found.top1 is None and list(found.to_dict())[2:8] == ["cosine", *expected._fields]
+    unlabelled = evaluate(model, flat, workers=0, **QUIET)
+    assert unlabelled.recall5 is not None and unlabelled.knn is unlabelled.knn_unpruned is None
+    plain = evaluate(headless(), classes, workers=0, **QUIET)
+    assert (plain.recall1, plain.recall10) == (100, 100) and plain.knn == plain.knn_unpruned == expected.knn_unpruned
+    few = evaluate(model, images[:4], **QUIET)
+    assert few.recall1 is not None and few.recall5 is few.recall10 is None
 
 
 def test_a_model_with_variable_counts_and_no_classes():
@@ -259,11 +280,11 @@ def test_data_that_cannot_be_used_is_told_in_a_line(data, more, told):
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_in_training_mode_and_labels_without_classes_are_refused():
+def test_a_model_in_training_mode_and_labels_below_0_are_refused():
     with pytest.raises(UserError, match="training mode"):
         evaluate(classifier().train(), photos_for(classifier()), **QUIET)
-    with pytest.raises(UsageError, match="the model has no classes"):
-        evaluate(headless(), photos_for(headless(), 2), torch.tensor([0, 1]), **QUIET)
+    with pytest.raises(UserError, match=r"from -1 to 1, for 2 images; expected \(2,\), whole numbers from 0"):
+        evaluate(headless(), photos_for(headless(), 2), torch.tensor([-1, 1]), **QUIET)
     with pytest.raises(UserError, match="not one vector per image"):
         evaluate(VisionTransformer(**{**SMALL, "global_pool": ""}).eval(), torch.zeros(2, 3, 32, 32), **QUIET)
 
@@ -336,6 +357,8 @@ def test_the_command_on_a_model_without_classes(known, flat, classes, capsys):
         assert main([*given, "--workers", "0", "--compare"]) == 0
         out = capsys.readouterr().out
         assert "mean cosine of the embeddings to the unpruned model's: 0." in out and "agrees" not in out
+        assert re.search(r"neighbours: [\d.]+ % at 1, [\d.]+ % at 5, [\d.]+ % at 10\n", out)
+        assert ("label by the vote of 10 nearest neighbours: " in out) == (folder == classes)
         assert main([*given, "--workers", "0", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["cosine"] < 1
 

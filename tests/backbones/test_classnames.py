@@ -7,9 +7,11 @@ import timm
 import torch
 from PIL import Image
 
+import hf_models
+from tntprune.backbones.base import find_backbone
 from tntprune.backbones.classnames import class_names, name_classes, saved_names
-from tntprune.backbones.models import load_model, shape_of
-from tntprune.data.folders import class_index, labelled_photos
+from tntprune.backbones.models import drop_classifier_, load_model, shape_of
+from tntprune.data.folders import class_index, classes_of, labelled_photos
 from tntprune.errors import UserError
 from tntprune.serialization.checkpoint import save_weights
 from tntprune.system.storage import write
@@ -56,3 +58,30 @@ def test_a_class_that_it_was_not_trained_on_is_refused_and_not_numbered(saved):
 def test_other_photos_with_as_many_classes_are_numbered_as_before(saved):
     model = load_model("test_vit", saved)
     assert class_index(["a", "b", "c"], model, "photos") == {"a": 0, "b": 1, "c": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "classes"),
+    [
+        ("vit_base_patch32_clip_224.openai", 0),
+        ("vit_pe_core_tiny_patch16_384.fb", 0),
+        ("eva02_base_patch16_clip_224.merged2b", 0),
+        ("vit_base_patch32_clip_224.laion2b_ft_in12k_in1k", 1000),
+        ("vit_tiny_patch16_224", 1000),
+    ],
+)
+def test_a_projection_of_clip_is_no_classifier(name, classes):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+        assert find_backbone(model).classes(model) == classes_of(model) == classes
+        head = model.head
+        assert (drop_classifier_(model).head is head) == (classes == 0)
+        assert find_backbone(model).classes(model) == 0
+        if classes == 0:
+            model.reset_classifier(10)
+            assert find_backbone(model).classes(model) == classes_of(model) == 10
+
+
+def test_a_classifier_that_cannot_be_taken_off_is_told():
+    with pytest.raises(UserError, match="ViTForImageClassification has a classifier that cannot be taken off"):
+        drop_classifier_(hf_models.make("vit_classifier"))

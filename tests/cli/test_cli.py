@@ -652,7 +652,7 @@ def test_streams_may_be_closed(digits, tmp_path):
     assert subprocess.run(f"{command} >&- 2>&-", shell=True, env=environment).returncode == 2
 
 
-@pytest.mark.parametrize(("command", "told"), [("sweep", True), ("paper", True), ("eval", False)])
+@pytest.mark.parametrize(("command", "told"), [("sweep", True), ("paper", True), ("embed", True), ("eval", False)])
 def test_who_interrupts_what_can_go_on_is_told_so(command, told, monkeypatch, capsys):
     def interrupted(given):
         raise KeyboardInterrupt

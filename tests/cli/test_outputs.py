@@ -17,8 +17,7 @@ from tntprune.errors import UserError
 from tntprune.exporters.export import export
 from tntprune.sweep.results import ResultRow, Setting
 from tntprune.sweep.results_file import ResultsFile
-from tntprune.system.storage import check_output, put, write
-from tntprune.training.run_folder import alone
+from tntprune.system.storage import alone, check_output, put, write
 
 ODD = ["folder", "fifo", "socket", "device", "loop", "link to fifo", "link to folder"]
 

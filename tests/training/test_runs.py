@@ -538,5 +538,5 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
     (tmp_path / "run").mkdir()
     with (tmp_path / "run" / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another process trains here"):
+        with pytest.raises(UserError, match="another process writes here"):
             run(tmp_path / "run")

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tntprune.analysis.evaluate import Tally, photo_batches
+from tntprune.analysis.batches import photo_batches
+from tntprune.analysis.evaluate import Tally
 from tntprune.backbones.attach import attach, base_of, device_of, reduction_of
 from tntprune.data.folders import labelled_photos
 from tntprune.errors import UserError

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -13,19 +14,18 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from tntprune.analysis.batches import photo_batches, pixel_batches
+from tntprune.analysis.embed import check_pooled
 from tntprune.analysis.macs import macs, macs_by_image
 from tntprune.analysis.record import record
+from tntprune.analysis.retrieval import Retrieval, search
 from tntprune.backbones.attach import base_of, device_of, is_reduced, reduction_of
 from tntprune.backbones.base import find_backbone
-from tntprune.data.batches import pair_in
 from tntprune.data.datasets import Listed, open_photos
-from tntprune.data.loading import Photos, default_workers, in_order
 from tntprune.data.photo import Chosen, Packed, Photo, limited
 from tntprune.data.streams import Stream
-from tntprune.data.transforms import input_mode, transform_for
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.checks import check_whole
 from tntprune.system.clock import wait
@@ -39,6 +39,7 @@ ORDER = (
     "top5",
     "agreement",
     "cosine",
+    *Retrieval._fields,
     "macs",
     "images_per_s",
     "tokens",
@@ -66,6 +67,11 @@ class Evaluation(Figures):
     agreement: float | None  # percent of first guesses that are the unpruned model's; None without classes
     cosine: float | None  # mean, -1 to 1, of the embeddings to the unpruned model's; None with classes
     tokens: list[int] | list[float]  # patch tokens that enter each block; the mean over the images where that differs
+    recall1: float | None = None  # see `Retrieval` for these five; None with classes
+    recall5: float | None = None
+    recall10: float | None = None
+    knn: float | None = None
+    knn_unpruned: float | None = None
     base: Figures | None = None  # the unpruned model's on the same batches, taken in turns, if asked for
     speedup: float | None = None  # times as fast as the unpruned model; the median over pairs of the same batch
     bad: tuple[str, ...] = field(default=(), repr=False)  # one line per image that could not be read
@@ -117,11 +123,7 @@ class Tally:
         Raises:
             UserError: an output is NaN or infinite, or the model gives no single embedding per image.
         """
-        if output.ndim != 2:
-            raise UserError(
-                f"the model gives {tuple(output.shape)}, and not one vector per image; expected one that pools its "
-                "tokens, such as timm.create_model(..., global_pool='token')"
-            )
+        check_pooled(output)
         if self.variable:
             with record(self.model) as trace:
                 self.backbone.output(self.model, images)
@@ -157,7 +159,7 @@ class Tally:
 
     def figures(self) -> Figures:
         """Return what was counted."""
-        top1, top5 = self.accuracy() if self.labelled else (None, None)
+        top1, top5 = self.accuracy() if self.labelled and not self.embeds else (None, None)
         cost = round(self.cost / self.images) if self.variable else macs(self.model).macs
         return Figures(top1, top5, cost, 1 / median(self.pace))
 
@@ -193,15 +195,15 @@ def measure(
     device, reduced, own = device_of(model), is_reduced(model), Tally(model)
     unpruned = Tally(base if base is not None else base_of(model)) if reduced else own
     near: list[float] = []  # of each batch: images with the same guess, or the sum of the cosines
+    kept: list[tuple[torch.Tensor, ...]] = []  # of each batch without classes: both models' embeddings, and labels
     for number, (images, labels) in enumerate(batches):
         images, labels = images.to(device), labels.to(device)
-        if not reduced:
-            own.run(images, labels)
-            near.append(len(images))
-            continue
-        found = {tally: tally.run(images, labels) for tally in ((own, unpruned) if number % 2 else (unpruned, own))}
+        tallies = dict.fromkeys((own, unpruned) if number % 2 else (unpruned, own))
+        found = {tally: tally.run(images, labels) for tally in tallies}
         a, b = found[own], found[unpruned]
-        near.append(float((a * b).sum() if own.embeds else (a == b).sum()))
+        if own.embeds:
+            kept.append(tuple(value.cpu() for value in (a.float(), b.float(), labels)))
+        near.append(len(images) if not reduced else float((a * b).sum() if own.embeds else (a == b).sum()))
     for tally in dict.fromkeys((own, unpruned)):  # in the same order everywhere
         tally.gather(group)
     total = math.fsum(one for part in group.gather(near) for one in part)  # whatever the order
@@ -218,7 +220,21 @@ def measure(
         base=unpruned.figures() if compare else None,
         speedup=median(b / a for a, b in zip(own.pace, unpruned.pace)) if compare else None,
         bad=lines,
+        **_searched(kept, reduced, device, group),
     )
+
+
+def _searched(
+    kept: list[tuple[torch.Tensor, ...]], reduced: bool, device: torch.device, group: ProcessGroup
+) -> dict[str, float | None]:
+    """Return the figures of a search among the embeddings that all processes have found; none with classes."""
+    parts = group.gather(kept)
+    batches = [batch for turn in zip_longest(*parts) for batch in turn if batch is not None]  # in one process's order
+    if not batches:
+        return {}
+    own, unpruned, labels = (torch.cat(values) for values in zip(*batches, strict=True))
+    own = own.to(device)
+    return search(own, unpruned.to(device) if reduced else own, labels, group)._asdict()
 
 
 def evaluate(
@@ -241,7 +257,8 @@ def evaluate(
     """Evaluate a model, reduced or not, on images with or without labels.
 
     With labels it gives top-1 and top-5. A reduced model with classes is compared by its first guesses with the
-    unpruned model (`agreement`, in percent), one without classes by its embeddings (`cosine`).
+    unpruned model (`agreement`, in percent). One without classes is compared by its embeddings (`cosine`) and by the
+    nearest neighbours that they find among the images (`recall1`, `recall5`, `recall10`, `knn`).
 
     Args:
         model: In eval mode, of timm or transformers.
@@ -289,7 +306,9 @@ def evaluate(
         given = {"limit": limit, "split": split, "root": root, "samples": samples}
         if odd := next((name for name, value in given.items() if value is not None), None):
             raise UsageError(f"{odd}={given[odd]} with {type(data).__name__}; expected a folder or a data set")
-        batches = tqdm(_batches(model, data, labels, batch_size), unit="batch", desc="evaluating", disable=not progress)
+        batches = tqdm(
+            pixel_batches(model, data, labels, batch_size), unit="batch", desc="evaluating", disable=not progress
+        )
         return measure(model, batches, compare=compare, base=base)
     photos: Any = data
     if limit is not None and isinstance(photos, Stream):
@@ -301,73 +320,3 @@ def evaluate(
         hint=" (or leave such images out with --on-bad-image skip)",
     )  # fmt: skip
     return measure(model, found, bad, compare, base, group)
-
-
-def _batches(model: nn.Module, data: Any, labels: torch.Tensor | None, batch_size: int) -> Iterator[Any]:
-    """Yield pixels and labels of a tensor, a Dataset or a loader, checked; see `measure`."""
-    backbone = find_backbone(model)
-    classes, dtype = backbone.classes(model), next(model.parameters()).dtype
-    if isinstance(data, torch.Tensor):
-        backbone.check_images(model, data)
-        if labels is not None and not classes:
-            raise UsageError("labels were given, but the model has no classes; expected images alone")
-        if labels is not None and labels.shape != data.shape[:1]:
-            raise UserError(f"labels of shape {tuple(labels.shape)} for {len(data)} images; expected ({len(data)},)")
-        parts = [None] * len(data) if labels is None else labels.split(batch_size)
-        data = zip(data.split(batch_size), parts, strict=False)
-    elif isinstance(data, Dataset):
-        data = DataLoader(data, batch_size=batch_size)
-    elif not isinstance(data, Iterable):
-        raise UserError(f"{type(data).__name__} given; expected a folder, a tensor, a Dataset or a DataLoader")
-    for item in data:
-        images, own = pair_in(item)
-        backbone.check_images(model, images)
-        if own is None or not classes:
-            own = torch.full((len(images),), -1)
-        elif own.shape != images.shape[:1] or not bool(((own >= 0) & (own < classes)).all()):
-            raise UserError(
-                f"labels of shape {tuple(own.shape)}, from {own.min()} to {own.max()}, for {len(images)} images; "
-                f"expected ({len(images)},), classes from 0 to {classes - 1}"
-            )
-        yield images.to(dtype), own
-
-
-def photo_batches(
-    model: nn.Module,
-    photos: Sequence[Photo] | Stream,
-    batch_size: int,
-    workers: int | None,
-    progress: bool,
-    *,
-    bad: list[str] | None = None,
-    group: ProcessGroup = ALONE,
-    hint: str = "",
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the images and labels of photos as a model takes them, in order, while other processes read the next ones.
-
-    Args:
-        model: Whose photos they are to be.
-        photos: What to read.
-        batch_size: Images at a time.
-        workers: Processes that read; None for half the processors.
-        progress: Show a bar.
-        bad: Gets one line for each photo that cannot be read, which is left out; None refuses such photos.
-        group: Processes that share the batches, which are those of a single process.
-        hint: More to say of a photo that cannot be read.
-
-    Raises:
-        UserError: a photo cannot be read.
-    """
-    workers = default_workers() if workers is None else workers
-    check_whole("workers", workers, 0)
-    reader = Photos(photos, transform_for(model), input_mode(model))
-    loader = in_order(reader, batch_size, workers, group.rank, group.size, pin=device_of(model).type == "cuda")
-    with tqdm(total=len(photos), unit="image", desc="evaluating", disable=not progress or not group.main) as bar:
-        for batch in loader:
-            if batch.bad and bad is None:
-                raise UserError(f"{batch.bad[0]}{hint}")
-            if bad is not None:
-                bad += batch.bad
-            if len(batch.images):
-                yield batch.images, batch.labels
-            bar.update(min(len(photos) - bar.n, (len(batch.labels) + len(batch.bad)) * group.size))

@@ -1,4 +1,4 @@
-"""The names of a model's classes, kept with weights that were trained on somebody's own photos."""
+"""Whether a model has classes, and their names, kept with weights that were trained on somebody's own photos."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from timm.data import infer_imagenet_subset
 from torch import nn
 
 from tntprune.errors import UserError
 from tntprune.system.storage import read_metadata
 
 ENTRY = "classes"  # of the metadata of a file of weights
+PROJECTED = ("_clip_", "_mci_", "_pe_core_")  # in timm's names of towers that were trained beside a text tower
+
+
+def projects(model: Any) -> bool:
+    """Return whether what timm calls the classifier of a model is a CLIP's projection into the space of its texts."""
+    about = getattr(model, "pretrained_cfg", None) or {}
+    width = about.get("num_classes")
+    tower = any(part in f"{about.get('architecture') or ''}" for part in PROJECTED)
+    return bool(
+        tower and width and width == model.num_classes and infer_imagenet_subset({"num_classes": width}) is None
+    )
 
 
 def class_names(model: nn.Module) -> list[str]:

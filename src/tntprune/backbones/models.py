@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tntprune.backbones.base import find_backbone
 from tntprune.backbones.classnames import name_classes, saved_names
 from tntprune.backbones.vit16 import vit16
 from tntprune.errors import UsageError, UserError
@@ -110,6 +111,23 @@ def load_model(name: str, weights: Path | None = None, device: str = "cpu", img_
         shape_of(name, img_size)  # refuses a size before anything is fetched
         model = _fetch(name, img_size)
     return model.eval().to(target)
+
+
+def drop_classifier_(model: nn.Module) -> nn.Module:
+    """Take the classifier off a model, in place, so that it gives embeddings: what it has pooled.
+
+    A model that gives embeddings already, such as CLIP's with their projection, stays as it is.
+
+    Raises:
+        UserError: the model has a classifier that cannot be taken off.
+    """
+    if not find_backbone(model).classes(model):
+        return model
+    reset = getattr(model, "reset_classifier", None)  # timm's
+    if reset is None:
+        raise UserError(f"{type(model).__name__} has a classifier that cannot be taken off; expected a model without")
+    reset(0)
+    return model
 
 
 def load_weights(model: nn.Module, path: Path, name: str) -> None:

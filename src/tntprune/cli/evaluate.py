@@ -9,6 +9,7 @@ from tntprune.cli.console import tell
 from tntprune.cli.flags import (
     GROUP,
     BatchSize,
+    Classifier,
     Host,
     Json,
     Limit,
@@ -42,24 +43,26 @@ def evaluate(
     limit: Limit = None,
     on_bad_image: OnBadImage = "error",
     compare: Annotated[bool, flag("also evaluate the unpruned model, in turns")] = False,
+    classifier: Classifier = True,
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
     """Measure top-1, top-5, agreement with the unpruned model, MACs and images/s.
 
     Photos that lie in the folder itself have no labels, and give no top-1 and top-5. A model without classes gives the
-    mean cosine of its embeddings to those of the unpruned model instead.
+    mean cosine of its embeddings to those of the unpruned model, and the recall of nearest neighbours instead.
     """
     import torch
 
     from tntprune.analysis.evaluate import Figures
     from tntprune.analysis.evaluate import evaluate as run
+    from tntprune.analysis.retrieval import VOTERS
     from tntprune.backbones.attach import is_reduced
     from tntprune.system.distributed import join
 
     torch.manual_seed(seed)
     group = join(host.device)
-    loaded = host.load(model, group.device(host.device))
+    loaded = host.load(model, group.device(host.device), classifier)
     before = copy.deepcopy(loaded) if reduction.reducer is not None else None  # it changes where it was trained too
     built = reduction.apply(loaded)
     found = run(
@@ -86,6 +89,17 @@ def evaluate(
         lines.append(f"agrees with the unpruned model on {found.agreement:.2f} %")
     if found.cosine is not None:
         lines.append(f"mean cosine of the embeddings to the unpruned model's: {found.cosine:.4f}")
+    recalls = [
+        (k, value) for k, value in zip((1, 5, 10), (found.recall1, found.recall5, found.recall10)) if value is not None
+    ]
+    if recalls:
+        told = ", ".join(f"{value:.2f} % at {k}" for k, value in recalls)
+        lines.append(f"recall of the unpruned model's nearest neighbours: {told}")
+    if found.knn is not None:
+        lines.append(
+            f"label by the vote of {VOTERS} nearest neighbours: {found.knn:.2f} % right; "
+            f"by the unpruned model's: {found.knn_unpruned:.2f} %"
+        )
     if found.speedup is not None:
         lines.append(f"{found.speedup:.2f} times as fast")
     mean = "" if all(isinstance(n, int) for n in found.tokens) else ", on average"

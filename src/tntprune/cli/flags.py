@@ -46,6 +46,7 @@ Seed = Annotated[int, flag("seed of all random choices"), Whole(0, MAX_SEED)]
 Limit = Annotated[int | None, flag("use so many photos, chosen at random, always the same ones"), Whole(1, MANY)]
 BatchSize = Annotated[int, flag("photos at a time"), Whole(1, MAX_BATCH)]
 Workers = Annotated[int | None, flag("reader processes (half of the processors)"), Whole(0, MAX_WORKERS)]
+Classifier = Annotated[bool, flag("take the classifier off: the model gives embeddings, its pooled features")]
 MethodName = Annotated[str | None, flag(f"a method: {', '.join(all_methods())}", "NAME")]  # asked for once
 Split = Annotated[str | None, flag("split of a data set, or a subfolder of the folder", "NAME")]
 
@@ -67,11 +68,12 @@ class Host:
     img_size: ImgSize = None
     device: Device = "cpu"
 
-    def load(self, model: str, device: str | None = None) -> nn.Module:
-        """Load a model with its weights; see `load_model`, which takes long to import."""
-        from tntprune.backbones.models import load_model
+    def load(self, model: str, device: str | None = None, classifier: bool = True) -> nn.Module:
+        """Load a model with its weights, or without its classifier; see `load_model`, which takes long to import."""
+        from tntprune.backbones.models import drop_classifier_, load_model
 
-        return load_model(model, self.weights, device or self.device, self.img_size)
+        loaded = load_model(model, self.weights, device or self.device, self.img_size)
+        return loaded if classifier else drop_classifier_(loaded)
 
 
 @dataclass(frozen=True, kw_only=True)

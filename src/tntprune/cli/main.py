@@ -27,7 +27,7 @@ from tntprune.system.messages import one_line, warn
 
 PARSING = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 SMALLER = ("batch_size", "batch_sizes", "micro_batches", "together", "workers", "img_size")  # what takes memory
-RESUMED = (["sweep"], ["paper"])  # commands that go on where they stopped
+RESUMED = (["sweep"], ["paper"], ["embed"])  # commands that go on where they stopped
 ABOUT = """Faster vision transformers: drop the tokens they do not need.
 
 Exit codes: 0 done, 1 something given cannot be used, 2 wrong usage, 3 done but some images were skipped,

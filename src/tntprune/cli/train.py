@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tntprune.cli.console import tell
 from tntprune.cli.flags import (
     GROUP,
+    Classifier,
     Device,
     Host,
     ImgSize,
@@ -94,6 +95,7 @@ def train(
     training: TrainingFlags = TrainingFlags(),
     run: Annotated[RunFlags, GROUP] = RunFlags(),
     host: Annotated[Host, GROUP] = Host(),
+    classifier: Classifier = True,
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
@@ -129,7 +131,7 @@ def train(
     for place, name in product(places, (FILE, WEIGHTS)):
         check_output(place / name, [host.weights, *files_of(reducer)])
     group = join(host.device)
-    built = host.load(model, group.device(host.device))
+    built = host.load(model, group.device(host.device), classifier)
     if tunes:
         built = reduction.apply(built)
         recipe = replace(recipe, config=reduction_of(built).config)
@@ -138,6 +140,8 @@ def train(
     about: dict[str, Any] = {"model": model, "weights": host.weights and str(host.weights.resolve())}
     if host.img_size is not None:
         about["img_size"] = list(host.img_size)
+    if not classifier:
+        about["classifier"] = False
     if reducer is not None:
         about["reducer"] = str(Path(reducer).resolve()) if Path(reducer).exists() else reducer
     return run.train(built, recipe, about, json, data=data, out=out, group=group)

@@ -47,7 +47,7 @@ def open_photos(
         split: Of the data set, "train" or "validation" if not given; of a folder, the folder in it. For tar files also
             their names and the number of photos in them, such as "train-{0000..0009}.tar|12000".
         training: Which split it is if none is given.
-        labelled: Whether labels are wanted; None: if there are any, see `data.photos_in`.
+        labelled: Whether labels are wanted; None: if there are any, see `photos_in`.
         root: Where "torch/" data lies, and where "hfds/" data is kept.
         samples: How many photos a stream has, where it does not tell.
 
@@ -81,6 +81,8 @@ def open_photos(
         names = _names(opened if remote is None else remote)
         index = class_index(names, model, str(spec), "classes")
         numbers = [index[name] for name in names] or list(range(classes_of(model)))
+    elif labelled is None:  # of a model without classes
+        numbers = list(range(len(_names(opened if remote is None else remote)))) or None
     if kind == "wds":
         return _shards(opened.reader, title, numbers)
     if kind == "torch":

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 
-from tntprune.backbones.classnames import class_names
+from tntprune.backbones.classnames import class_names, projects
 from tntprune.data.images import find_images
 from tntprune.data.photo import Photo
 from tntprune.errors import UserError
@@ -28,15 +28,22 @@ def labelled_photos(folder: Path, model: nn.Module) -> list[Photo]:
 
 
 def photos_in(folder: Path, model: nn.Module) -> list[Photo]:
-    """List the photos of a folder, with labels unless the model has no classes or all lie in the folder itself.
+    """List the photos of a folder, with labels unless they lie in the folder itself.
+
+    For a model without classes the folders in it are numbered in the order of their names.
 
     Raises:
         UserError: see `labelled_photos`; some photos lie in the folder itself, and some in folders.
     """
     paths = find_images(folder)
-    if not classes_of(model) or all(path.parent == folder for path in paths):
+    loose = [path.parent == folder for path in paths]
+    if classes_of(model) and not all(loose):
+        return _labelled(paths, folder, model)
+    if any(loose):
         return [Photo(path, -1) for path in paths]
-    return _labelled(paths, folder, model)
+    names = [path.relative_to(folder).parts[0] for path in paths]
+    index = {name: number for number, name in enumerate(sorted(set(names)))}
+    return [Photo(path, index[name]) for path, name in zip(paths, names, strict=True)]
 
 
 def _labelled(paths: Sequence[Path], folder: Path, model: nn.Module) -> list[Photo]:
@@ -60,7 +67,7 @@ def class_folders(folder: Path) -> list[str]:
 
 def classes_of(model: Any) -> int:
     """Count the classes that a model of timm or transformers tells apart; 0 where it gives an embedding."""
-    return int(getattr(model, "num_classes", getattr(model, "num_labels", 0)))
+    return 0 if projects(model) else int(getattr(model, "num_classes", getattr(model, "num_labels", 0)))
 
 
 def _own_names(model: Any) -> list[str]:

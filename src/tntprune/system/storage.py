@@ -8,12 +8,13 @@ import os
 import pickle
 import shutil
 import stat
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
@@ -21,6 +22,7 @@ from tntprune.errors import UserError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm"})
 READ = SUFFIXES | {".tar"}  # what is read of a folder of photos
+LOCK = ".lock"  # of a folder that one job at a time writes into
 
 
 def make_folder(folder: Path) -> None:
@@ -29,6 +31,25 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be made ({error.strerror}); expected a folder that can be written") from None
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Let no other job write into a folder at the same time; a UserError says that one does."""
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"{folder}: another process writes here; wait for it, or give another --out") from None
+    except OSError as error:
+        told = f"cannot be written ({error.strerror}); expected a folder that can be written"
+        raise UserError(f"{folder}: {told}") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / LOCK).unlink(missing_ok=True)
+        lock.release()
 
 
 def find_target(path: Path) -> Path:
@@ -73,7 +94,16 @@ def check_output(path: Path, inputs: Iterable[Path | str | None] = ()) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; see `write_by`."""
+    write_by(path, lambda file: file.write(data))
+
+
+def write_by(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     """Write a file whole or not at all; where the path is a link, the file that it leads to.
+
+    Args:
+        path: The file.
+        fill: Writes into it, as it is opened under a temporary name.
 
     Raises:
         UserError: the disk is full, the folder cannot be written, or what is there is no regular file; an older file of
@@ -81,7 +111,7 @@ def write(path: Path, data: bytes) -> None:
     """
     target = find_target(path)
     try:
-        _replace(target, lambda file: file.write(data))
+        _replace(target, fill)
         sync_folder(target.parent)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); nothing that was there is lost") from None

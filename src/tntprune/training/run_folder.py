@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from tntprune.errors import UsageError, UserError
 from tntprune.serialization.checkpoint import FILE, WEIGHTS
-from tntprune.system.storage import check_fits, find_target, packed, read_metadata, read_weights, write
+from tntprune.system.storage import LOCK, check_fits, find_target, packed, read_metadata, read_weights, write
 from tntprune.training.trainer import Trainer
 
-STATE, LOG, BOARD, LOCK = "checkpoint.safetensors", "log.jsonl", "tensorboard", ".lock"
+STATE, LOG, BOARD = "checkpoint.safetensors", "log.jsonl", "tensorboard"
 AGAIN = "start the training again in another folder"
 VALUE, EMA = "value", "ema"  # in a state, beside the names that the optimizer has for what it keeps of a parameter
 DIGESTS = {  # what must have the same contents in a resumed training; older ones do not record it
@@ -89,24 +87,6 @@ def _flat(options: dict[str, Any], above: str = "") -> dict[str, Any]:
     for name, value in options.items():
         found |= _flat(value, f"{above}{name}.") if isinstance(value, dict) else {f"{above}{name}": value}
     return found
-
-
-@contextmanager
-def alone(out: Path) -> Iterator[None]:
-    """Let no other process train in the folder at the same time; a UserError says that one does."""
-    lock = FileLock(out / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise UserError(f"{out}: another process trains here; wait for it, or give another --out") from None
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror}); expected a folder that can be written") from None
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            (out / LOCK).unlink(missing_ok=True)
-        lock.release()
 
 
 def tidy(out: Path, *names: str) -> None:

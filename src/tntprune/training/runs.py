@@ -26,7 +26,7 @@ from tntprune.serialization.checkpoint import FILE, WEIGHTS, save, save_weights
 from tntprune.serialization.fingerprint import digest_of
 from tntprune.system.distributed import ALONE, ProcessGroup
 from tntprune.system.interrupts import interrupts
-from tntprune.system.storage import make_folder
+from tntprune.system.storage import LOCK, alone, make_folder
 from tntprune.training.calibrate import fit, photo_source
 from tntprune.training.config import Training
 from tntprune.training.learning import weights_of
@@ -34,10 +34,8 @@ from tntprune.training.recipes import Recipe
 from tntprune.training.run_folder import (
     AGAIN,
     EMA,
-    LOCK,
     STATE,
     Log,
-    alone,
     find_start,
     load_state,
     read_log,

@@ -9,6 +9,7 @@ from timm.layers import PatchEmbed
 from torch import nn
 
 from tntprune.backbones.base import Answer, Backbone, BlockCost, Costs
+from tntprune.backbones.classnames import projects
 from tntprune.backbones.reduced import Reduced
 from tntprune.backbones.timm.block import block_cost, linears, norm_cost
 from tntprune.backbones.timm.intermediates import Intermediates
@@ -76,6 +77,9 @@ class Timm(Backbone):
         if not isinstance(getattr(model, "patch_drop", None), (nn.Identity, type(None))):
             return "patch_drop_rate above 0 (create the model without it: tokens would be dropped twice)"
         return None
+
+    def classes(self, model: nn.Module) -> int:
+        return 0 if projects(model) else super().classes(model)
 
     def layout(self, model: Any) -> Layout:
         block = model.blocks[0]
