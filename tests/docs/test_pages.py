@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import tntprune
 from hf_models import DINO, WORDS, make, transformers
-from tntprune.backbones.base import FAMILIES, _adapters
+from tntprune.backbones.base import FAMILIES, adapters_of
 from tntprune.cli.commands import COMMANDS
 from tntprune.cli.main import _parse, main
 from tntprune.methods import registry
@@ -213,7 +213,7 @@ def test_the_examples_of_a_method_are_short_and_a_package():
 def test_every_supported_model_is_on_the_page():
     page = PAGES["docs/reference/models.md"]
     for package in FAMILIES:
-        for adapter in _adapters(package):
+        for adapter in adapters_of(package):
             for kind in {**adapter.swaps, **adapter.holders}:
                 assert f"`{kind.__name__.replace('WithRegisters', '')}`" in page, kind
 
