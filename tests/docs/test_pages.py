@@ -114,6 +114,10 @@ def place(tmp_path, monkeypatch):
     for number in range(20):
         photo(tmp_path / "flowers" / f"class{number % 10}" / f"{number}.jpg")
     photo(tmp_path / "cat.jpg")
+    fine_tuned = make("deit_classifier")
+    fine_tuned.config.id2label = dict(enumerate([*names, "a", "b", "c", "d"]))
+    fine_tuned.save_pretrained("my-vit")
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained("my-vit")
     torch.manual_seed(0)
     save_file(timm.create_model("vit_tiny_patch16_224", num_classes=10).state_dict(), "flowers.safetensors")
     create = timm.create_model
