@@ -22,7 +22,8 @@ HELP = {"--help", "-h"}
 def run() -> None:
     """Run the command line and exit with its code."""
     signal.signal(signal.SIGINT, _end)  # nothing has begun that would have to be cleaned up
-    if not sys.argv[1:] or sys.argv[1] in COUNTING or HELP & {*sys.argv}:
+    compiles = any(word.startswith("hf:") for word in sys.argv)  # transformers loads the compiler as well
+    if not sys.argv[1:] or HELP & {*sys.argv} or (sys.argv[1] in COUNTING and not compiles):
         from tntprune.cli.lean import start_lean
 
         start_lean()

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import tntprune
 from hf_models import DINO, WORDS, make, transformers
-from tntprune.backbones.base import FAMILIES, _adapters
+from tntprune.backbones.base import FAMILIES, adapters_of
 from tntprune.cli.commands import COMMANDS
 from tntprune.cli.main import _parse, main
 from tntprune.methods import registry
@@ -114,6 +114,10 @@ def place(tmp_path, monkeypatch):
     for number in range(20):
         photo(tmp_path / "flowers" / f"class{number % 10}" / f"{number}.jpg")
     photo(tmp_path / "cat.jpg")
+    fine_tuned = make("deit_classifier")
+    fine_tuned.config.id2label = dict(enumerate([*names, "a", "b", "c", "d"]))
+    fine_tuned.save_pretrained("my-vit")
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained("my-vit")
     torch.manual_seed(0)
     save_file(timm.create_model("vit_tiny_patch16_224", num_classes=10).state_dict(), "flowers.safetensors")
     create = timm.create_model
@@ -213,7 +217,7 @@ def test_the_examples_of_a_method_are_short_and_a_package():
 def test_every_supported_model_is_on_the_page():
     page = PAGES["docs/reference/models.md"]
     for package in FAMILIES:
-        for adapter in _adapters(package):
+        for adapter in adapters_of(package):
             for kind in {**adapter.swaps, **adapter.holders}:
                 assert f"`{kind.__name__.replace('WithRegisters', '')}`" in page, kind
 

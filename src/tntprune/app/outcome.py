@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 
 from tntprune.analysis.macs import Macs, macs
@@ -20,7 +21,7 @@ from tntprune.backbones.base import find_backbone
 from tntprune.backbones.classnames import class_names
 from tntprune.data.folders import classes_of
 from tntprune.data.images import read_image
-from tntprune.data.transforms import input_mode, transform_for
+from tntprune.data.transforms import input_mode, normalization_of, transform_for
 from tntprune.report.draw import to_pixels, veiled
 from tntprune.system.clock import in_turns
 
@@ -76,9 +77,8 @@ def view(photo: Path, model: nn.Module) -> View:
     Raises:
         BadImage: it cannot be read.
     """
-    config = resolve_model_data_config(model)
     images = transform_for(model)(read_image(photo, input_mode(model), upright=True, name=photo.name))[None]
-    pixels = to_pixels(images[0], config["mean"], config["std"])
+    pixels = to_pixels(images[0], *normalization_of(model))
     zoom = -(-SIDE // min(pixels.shape[:2]))
     return View(images, pixels.repeat(zoom, 0).repeat(zoom, 1))
 
@@ -92,11 +92,12 @@ def outcome(model: nn.Module, reduced: Reduced, seen: View) -> Outcome:
         reduced: The same with a reduction.
         seen: The photo.
     """
-    method, grid = reduction_of(reduced.model), find_backbone(model).grid(model, seen.images)
+    backbone, method = find_backbone(model), reduction_of(reduced.model)
+    output, grid = backbone.output, backbone.grid(model, seen.images)
     method.warned = True  # the note is on the page
     with record(reduced.model) as trace, record_scores(reduced.model) as scores:
-        after = reduced.model(seen.images).float()
-    before = model(seen.images).float()
+        after = output(reduced.model, seen.images).float()
+    before = output(model, seen.images).float()
     whole = np.arange(grid[0] * grid[1])
     pictures, heat, counts = [], [], []
     carrier, latest = whole, None
@@ -106,8 +107,8 @@ def outcome(model: nn.Module, reduced: Reduced, seen: View) -> Outcome:
         pictures.append(veiled(seen.pixels, carrier, grid))
         heat.append(latest)
         counts.append(int((carrier == whole).sum()))
-    both = [lambda: model(seen.images), lambda: reduced.model(seen.images)]  # warm from the passes above
-    times = in_turns(both, ROUNDS, seen.images.device, warmup=0, progress=False)
+    calls = [partial(output, one, seen.images) for one in (model, reduced.model)]
+    times = in_turns(calls, ROUNDS, seen.images.device, warmup=0, progress=False)  # warm from the passes above
     return Outcome(
         pictures, heat, counts, guesses(model, before), guesses(model, after),
         float(torch.cosine_similarity(before, after).item()), macs(reduced.model),

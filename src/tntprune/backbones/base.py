@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
@@ -177,9 +179,14 @@ def find_backbone(model: nn.Module) -> Backbone:
         return adapter
     refuse_wrapper(model)
     packages = [package for package in FAMILIES if sys.modules.get(package)]
-    classes = [c for package in packages for a in _adapters(package) for c in {**a.swaps, **a.holders}]
+    classes = [c for package in packages for a in adapters_of(package) for c in {**a.swaps, **a.holders}]
     known = ", ".join(f"{c.__module__.split('.')[0]} {c.__name__}" for c in classes)
     raise UserError(f"{type(model).__module__}.{type(model).__name__} is not supported; expected {known}")
+
+
+def takes_images(model: nn.Module) -> Callable[[torch.Tensor], Any]:
+    """Return what can be called with images alone: the model, or of one that asks for words too its image side."""
+    return partial(find_backbone(model).output, model) if hasattr(model, "text_model") else model
 
 
 def refuse_wrapper(model: Any) -> None:
@@ -212,12 +219,18 @@ def holder_names(tower: nn.Module) -> set[str]:
 def _knowing(model: nn.Module) -> Backbone | None:
     """Asks only the adapters of the package that the model's class comes from, so that no other one is imported."""
     for package in {kind.__module__.split(".")[0] for kind in type(model).__mro__}:
-        for adapter in _adapters(package):
+        for adapter in adapters_of(package):
             if adapter.knows(model):
                 return adapter
     return None
 
 
-def _adapters(package: str) -> list[Backbone]:
+def supports(kind: type) -> bool:
+    """Return whether an adapter is for models of a class."""
+    return any(kind in (*one.swaps, *one.holders) for one in adapters_of(kind.__module__.split(".")[0]))
+
+
+def adapters_of(package: str) -> list[Any]:
+    """Return the adapters of all families of a package."""
     names = [f"tntprune.backbones.{name}" for name in FAMILIES.get(package, ())]
     return [(sys.modules.get(name) or import_module(name)).ADAPTER for name in names]  # a compiler cannot import

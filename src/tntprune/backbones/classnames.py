@@ -28,7 +28,16 @@ def projects(model: Any) -> bool:
 
 
 def class_names(model: nn.Module) -> list[str]:
-    """Return the names of a model's classes in their order, where timm's `label_names` tell them; else none."""
+    """Return the names of a model's classes in their order, where somebody gave them any; else none.
+
+    Of timm's models it is `label_names` that tells them, of those of transformers `id2label`.
+    """
+    told = getattr(getattr(model, "config", None), "id2label", None) or {}
+    own = [str(told[number]) for number in sorted(told)]
+    return _given_names(model) or ([] if all(name.startswith("LABEL_") for name in own) else own)
+
+
+def _given_names(model: nn.Module) -> list[str]:
     about = getattr(model, "pretrained_cfg", None) or {}
     return [str(name) for name in about.get("label_names") or ()]
 
@@ -39,8 +48,8 @@ def name_classes(model: Any, names: Sequence[str]) -> None:
 
 
 def packed_names(model: nn.Module) -> dict[str, str]:
-    """Return the entry that keeps the names in a file of weights; none where there are no names."""
-    names = class_names(model)
+    """Return the entry that keeps the names in a file of weights; none where there are none, or its config has them."""
+    names = _given_names(model)
     fits = len(names) == getattr(model, "num_classes", len(names))  # not those of a head that was replaced
     return {ENTRY: json.dumps(names)} if names and fits else {}
 

@@ -1,4 +1,4 @@
-"""Models by name: timm's, and the two of ours."""
+"""Models by name: timm's, those of transformers with `hf:` before it, and the two of ours."""
 
 from __future__ import annotations
 
@@ -23,19 +23,44 @@ from tntprune.system.storage import check_finite, check_fits, read_weights
 
 DRAWING = (torch.Tensor.uniform_, torch.Tensor.erfinv_, torch.Tensor.clamp_)  # and all of torch.nn.init
 ImgSize = tuple[int, int] | None  # rows and columns of pixels; None for the model's own
+HF = "hf:"  # before the names of models of transformers
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that no model has.
+    """Refuse a name that no model has; of one of transformers, that is seen only where its config is read.
 
     Raises:
         UsageError: with the nearest names there are.
     """
-    if name in ("vit16", "digits_vit") or _is_timm(name):
+    if name in ("vit16", "digits_vit") or name.startswith(HF) or _is_timm(name):
         return
     near = difflib.get_close_matches(name, [*timm.list_models(), "vit16", "digits_vit"], n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() lists what there is"
-    raise UsageError(f"unknown model {name!r}; expected a timm model, vit16 or digits_vit: {hint}")
+    raise UsageError(f"unknown model {name!r}; expected a timm model, {HF}FOLDER_OR_ID, vit16 or digits_vit: {hint}")
+
+
+def files_of_model(name: str) -> list[Path]:
+    """List the files that decide what a model in a folder answers; none of a model that timm or the Hub has."""
+    files: list[Path] = _hugging_face(name).files() if name.startswith(HF) else []
+    return files
+
+
+def _hugging_face(name: str, img_size: ImgSize = None) -> Any:
+    """Read what a model of transformers is.
+
+    Raises:
+        UsageError: there is none of that name, it is not supported, or another size of images was asked for.
+        UserError: transformers is not installed.
+    """
+    try:
+        from tntprune.backbones.hf.pretrained import Named
+    except ImportError:
+        raise UserError(f"{name}: transformers is not installed; expected pip install 'tntprune[hf]'") from None
+    if img_size is not None:
+        raise UsageError(
+            f"--img-size {_size(img_size)}: {name} takes images as its image processor makes them; expected none"
+        )
+    return Named(name)
 
 
 def shape_of(name: str, img_size: ImgSize = None, weights: Path | None = None) -> nn.Module:
@@ -81,9 +106,10 @@ def load_model(name: str, weights: Path | None = None, device: str = "cpu", img_
     """Return a model with its weights, in eval mode.
 
     Args:
-        name: A timm model, `vit16` (the paper's), or `digits_vit` (the demo's, which brings its weights).
-        weights: A file of weights with timm's names; the model gets as many classes as they have. Without it timm
-            fetches pretrained ones from the Hub.
+        name: A timm model, `hf:` and a folder or an id of a model of transformers, `vit16` (the paper's), or
+            `digits_vit` (the demo's, which brings its weights).
+        weights: A file of weights with the model's names; it gets as many classes as they have. Without it timm or
+            transformers fetches pretrained ones from the Hub, or from the folder.
         device: Where to put it.
         img_size: Rows and columns of pixels, if not the model's own; timm resamples the position embeddings.
 
@@ -98,6 +124,8 @@ def load_model(name: str, weights: Path | None = None, device: str = "cpu", img_
         model = _build(name, img_size, _classes_in(tensors))
         _fill(model, tensors, weights, name)
         _name(model, weights)
+    elif name.startswith(HF):
+        model = _hugging_face(name, img_size).load()
     elif name == "vit16":
         raise UserError("vit16: its authors released no weights; expected --weights FILE")
     elif name == "digits_vit":
@@ -191,7 +219,7 @@ def _filter_of(model: nn.Module) -> Callable[[dict[str, torch.Tensor], nn.Module
 
 def _classes_in(tensors: dict[str, torch.Tensor]) -> int | None:
     """Return how many classes the head in a file of weights tells apart; None where it has no such head."""
-    head = tensors.get("head.weight")
+    head = tensors.get("head.weight", tensors.get("classifier.weight"))
     return len(head) if head is not None and head.ndim == 2 else None
 
 
@@ -223,6 +251,8 @@ def _build(name: str, img_size: ImgSize = None, num_classes: int | None = None) 
     Raises:
         UsageError: the model takes no images of that size.
     """
+    if name.startswith(HF):
+        return _hugging_face(name, img_size).build(num_classes)  # type: ignore[no-any-return]
     given = {"img_size": img_size, "num_classes": num_classes}
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     try:

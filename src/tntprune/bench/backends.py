@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from tntprune.backbones.base import takes_images
 from tntprune.bench import Backend
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.checks import check_whole
@@ -54,9 +55,10 @@ def prepared(model: nn.Module, backend: Backend, compiler: str = "inductor") -> 
     Every call gives a function with a code object of its own, because Dynamo keeps what it compiled by code object:
     it would give up after eight models of one class, and look through all of them at every call.
     """
+    call = takes_images(model)
 
     def run(images: torch.Tensor) -> Any:
-        return model(images)
+        return call(images)
 
     if backend == "eager":
         return run

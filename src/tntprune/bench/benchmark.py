@@ -13,7 +13,7 @@ from torch import nn
 from tqdm import tqdm
 
 from tntprune.backbones.attach import device_of
-from tntprune.backbones.base import find_backbone
+from tntprune.backbones.base import find_backbone, takes_images
 from tntprune.bench import Backend, DType
 from tntprune.bench.backends import DTYPES, check_same, check_settings, first_run, prepared
 from tntprune.bench.candidates import Candidate, candidates
@@ -162,7 +162,7 @@ def _checked(
     bar = tqdm(total=len(made) * len(backends), desc=f"checking {dtype}, batch {len(images)}", disable=not progress)
     with bar:
         for number, one in enumerate(made):
-            expected = one.model(images)
+            expected = takes_images(one.model)(images)
             for backend in backends:
                 run = prepared(one.model, backend)
                 call, where = partial(run, images), (len(images), dtype, backend, str(device))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tntprune.backbones.attach import device_of
-from tntprune.backbones.base import find_backbone
+from tntprune.backbones.base import find_backbone, takes_images
 from tntprune.bench import Backend, DType
 from tntprune.bench.backends import DTYPES, check_same, check_settings, first_run, prepared
 from tntprune.bench.benchmark import cast, inputs
@@ -90,7 +90,7 @@ def latency_curve(
                 calls: list[Any] = []
                 for one in sliced:
                     run = prepared(one.model, backend)
-                    check_same(first_run(run, images, backend), one.model(images), dtype)
+                    check_same(first_run(run, images, backend), takes_images(one.model)(images), dtype)
                     calls.append(partial(run, images))
                 times = in_turns(calls, rounds, device, progress=progress)
                 whole = times[-1].median

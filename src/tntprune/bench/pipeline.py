@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tntprune.backbones.attach import device_of
+from tntprune.backbones.base import takes_images
 from tntprune.bench.candidates import Candidate
 from tntprune.data.loading import Photos, collate
 from tntprune.data.photo import Photo
@@ -95,7 +96,7 @@ def throughput(
 
 def _rate(batches: Iterator[torch.Tensor], first: int, device: torch.device, model: Any) -> float:
     """Return images per second, after the first batches; without a model, of the loader alone."""
-    run: Callable[[torch.Tensor], Any] = model if isinstance(model, nn.Module) else lambda images: images
+    run: Callable[[torch.Tensor], Any] = takes_images(model) if isinstance(model, nn.Module) else lambda images: images
     for images in islice(batches, first):
         run(images.to(device))
     wait(device)

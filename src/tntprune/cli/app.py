@@ -15,7 +15,7 @@ Reducer = Annotated[
 
 
 def app(
-    model: Annotated[str, flag("a timm model, vit16 or digits_vit", "MODEL")] = "digits_vit",
+    model: Annotated[str, flag("a timm model, hf:FOLDER_OR_ID, vit16 or digits_vit", "MODEL")] = "digits_vit",
     weights: Weights = None,
     reducer: Reducer = None,
     host: Annotated[str, flag("address to listen at; 0.0.0.0 opens the page to your network", "ADDRESS")] = "127.0.0.1",

@@ -36,7 +36,7 @@ def flag(help: str, metavar: str | None = None) -> Any:
     return tyro.conf.arg(help=help, metavar=metavar, help_behavior_hint=_default)
 
 
-Model = Annotated[tyro.conf.Positional[str], flag("a timm model, vit16 or digits_vit", "MODEL")]
+Model = Annotated[tyro.conf.Positional[str], flag("a timm model, hf:FOLDER_OR_ID, vit16 or digits_vit", "MODEL")]
 Weights = Annotated[Path | None, flag("weights to load; without it timm asks the Hub", "FILE")]
 Device = Annotated[str, flag("cpu, cuda or mps", "DEVICE")]
 Json = Annotated[bool, flag("one JSON object on standard output, everything else on standard error")]

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def sweep(
-    models: Annotated[tyro.conf.Positional[tuple[str, ...]], flag("timm models, vit16 or digits_vit", "MODEL...")],
+    models: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], flag("timm models, hf:FOLDER_OR_ID, vit16 or digits_vit", "MODEL...")
+    ],
     data: Annotated[Path, flag("photos in class folders (WordNet ids for ImageNet)", "DIR")],
     out: Annotated[Path, flag("results file; rows that it has are not measured again", "JSONL"), Written()],
     methods: Annotated[

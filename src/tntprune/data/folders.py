@@ -70,12 +70,6 @@ def classes_of(model: Any) -> int:
     return 0 if projects(model) else int(getattr(model, "num_classes", getattr(model, "num_labels", 0)))
 
 
-def _own_names(model: Any) -> list[str]:
-    names = getattr(getattr(model, "config", None), "id2label", None) or {}
-    found = [str(names[number]) for number in sorted(names)]
-    return class_names(model) or ([] if all(name.startswith("LABEL_") for name in found) else found)
-
-
 def class_index(
     names: list[str], model: Any, place: Path | str, what: Literal["folders", "classes"] = "folders"
 ) -> dict[str, int]:
@@ -93,7 +87,7 @@ def class_index(
     classes = classes_of(model)
     if not classes:
         raise UserError(f"{type(model).__name__} has no classes to tell apart; expected a model with a classifier")
-    own = _own_names(model)
+    own = class_names(model)
     subset = infer_imagenet_subset({"num_classes": classes})
     known = {name: i for i, name in enumerate(ImageNetInfo(subset).label_names())} if subset else {}
     for index in ({name: i for i, name in reversed(list(enumerate(own)))}, known):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -49,6 +49,12 @@ def transform_for(model: Any, augment: Augmentation | None = None) -> Callable[[
             f"auto_augment={augment.auto_augment!r}: unknown to timm; expected text such as 'rand-m9-mstd0.5-inc1'"
         ) from None
     return mend(transform)  # type: ignore[no-any-return]
+
+
+def normalization_of(model: Any) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the mean and the standard deviation, of each channel, with which a model's photos are normalised."""
+    told = Processor(model).pixels() if hasattr(model, "from_pretrained") else resolve_model_data_config(model)
+    return told["mean"], told["std"]
 
 
 def input_mode(model: Any) -> Literal["RGB", "L"]:

@@ -42,10 +42,6 @@ def preprocessing(model: Any) -> dict[str, Any]:
 def class_list(model: Any) -> list[str] | None:
     """Return the names of a model's classes in the order of its logits; None where it has none or nobody named them."""
     names = class_names(model)
-    if not names and hasattr(model, "from_pretrained"):
-        known = getattr(model.config, "id2label", None) or {}
-        names = [str(known[number]) for number in sorted(known)]
-        names = [] if all(name == f"LABEL_{number}" for number, name in enumerate(names)) else names
     if not names and (subset := infer_imagenet_subset(model)):
         told = ImageNetInfo(subset)
         names = [f"{name} {told.label_name_to_description(name)}" for name in told.label_names()]

@@ -15,7 +15,7 @@ from tntprune.analysis.record import record
 from tntprune.backbones.attach import device_of, reduction_of
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.data.images import read_image
-from tntprune.data.transforms import input_mode, transform_for
+from tntprune.data.transforms import input_mode, normalization_of, transform_for
 from tntprune.methods.learned import inherit
 from tntprune.reduce import reduce_
 from tntprune.report.plot_style import blank, drawable, finished
@@ -99,7 +99,7 @@ def _carriers(model: nn.Module, images: torch.Tensor, each: bool) -> list[dict[i
     method = reduction_of(model)
     if not each:
         with record(model) as trace:
-            model(images.to(device_of(model)))
+            find_backbone(model).output(model, images.to(device_of(model)))
         return [trace.carrier]
     depth, found = method.layout.depth, []
     try:
@@ -121,12 +121,9 @@ def photo_maps(model: nn.Module, photos: Sequence[Path], each: bool = False) -> 
     Raises:
         BadImage: a photo cannot be read.
     """
-    from timm.data import resolve_model_data_config
-
-    config = resolve_model_data_config(model)
     transform = transform_for(model)
     images = torch.stack([transform(read_image(path, input_mode(model), upright=True)) for path in photos])
-    return kept_maps(model, images, config["mean"], config["std"], each)
+    return kept_maps(model, images, *normalization_of(model), each)
 
 
 def sheet(pictures: Sequence[PhotoMaps], titles: Sequence[str] | None = None) -> bytes:

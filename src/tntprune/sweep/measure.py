@@ -58,7 +58,7 @@ def accuracy(
     bad: list[str] = []
 
     def count(tally: Tally) -> torch.Tensor:
-        return tally.count(images, tally.model(images), labels)
+        return tally.count(images, tally.backbone.output(tally.model, images), labels)
 
     for batch in batches:
         bad += batch.bad

@@ -14,7 +14,7 @@ from torch import nn
 
 from tntprune.analysis.macs import macs
 from tntprune.backbones.base import find_backbone
-from tntprune.backbones.models import ImgSize, shape_of
+from tntprune.backbones.models import ImgSize, files_of_model, shape_of
 from tntprune.data.photo import Photo
 from tntprune.errors import UserError
 from tntprune.methods import Config, options, to_dict
@@ -134,7 +134,8 @@ def plan_sweep(
     models, planners = {}, {}
     for name in names:
         photos, file = listing.photos(shapes[name]), files.get(name)
-        kind = "random" if random_weights else digest(file) if file else "hub"
+        decisive = [file] if file else files_of_model(name)
+        kind = "random" if random_weights else digest(*decisive) if decisive else "hub"
         setting = partial(
             Setting, name, kind, data=listing.digest(photos), images=len(photos), precision=precision,
             batch_size=batch_size, img_size=img_size,

@@ -23,7 +23,7 @@ class ExactLinear(nn.Linear):
 
 def exact_head_(model: nn.Module) -> nn.Module:
     """Let a model's classifiers run in fp32 under autocast, in place: a thousand logits in bf16 have ties."""
-    for name in ("head", "head_dist"):
+    for name in ("head", "head_dist", "classifier", "cls_classifier", "distillation_classifier"):
         head = getattr(model, name, None)
         if type(head) is nn.Linear:
             head.__class__ = ExactLinear
