@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fvcore.nn import FlopCountAnalysis
 
 import tntprune
@@ -17,6 +18,7 @@ from tntprune.backbones.attach import base_of, is_reduced, reduction_of
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.hf.towers import mean_by_size
 from tntprune.methods import implementation
+from tntprune.ops import attention
 from tntprune.ops.tokens import Tokens
 from tntprune.reduce import reduce_, restore_
 
@@ -151,6 +153,18 @@ def test_attention_implementations_agree(kind):
     images = photos_for(kind)
     fused, eager = (run(reduce_(make(kind, name), ToMe(r=5)), images) for name in ("sdpa", "eager"))
     torch.testing.assert_close(fused, eager, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["vit_classifier", "clip_vision", "siglip_no_head", "dinov3"])
+def test_sizes_that_are_a_part_of_the_keys_count_as_a_mask_does(kind, monkeypatch):
+    """What CUDA takes. tests/ops/test_sizes.py has timm's models."""
+    model, images, masks = reduce_(make(kind), ToMe(r=5)), photos_for(kind), []
+    by_mask, fused = run(model, images), F.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "wants_mask", lambda bias: False)
+    note = lambda *args, **kwargs: masks.append(kwargs.get("attn_mask")) or fused(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(F, "scaled_dot_product_attention", note)
+    torch.testing.assert_close(run(model, images), by_mask, atol=2e-5, rtol=1e-4)
+    assert masks.count(None) == len(masks) == 4
 
 
 @pytest.mark.parametrize("name", ["tnt-several", "tome"])

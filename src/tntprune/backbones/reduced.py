@@ -18,8 +18,8 @@ from tntprune.backbones.trace import Trace
 from tntprune.errors import UserError, UserNote
 from tntprune.methods.base import Method
 from tntprune.methods.steps import IDLE, BlockPlan, Plan
-from tntprune.ops.attention import Heads
-from tntprune.ops.tokens import Tokens, start
+from tntprune.ops.attention import Heads, wants_mask
+from tntprune.ops.tokens import Tokens, sized, start
 
 Visit = Callable[[int, Tokens], None]
 
@@ -152,6 +152,8 @@ class Reduced:
             inside: What a reduction does in it, or sees of it.
             bias: Added to the logits of each key, where `takes_mask`, and without `inside`.
         """
+        if inside is None and bias is not None and not wants_mask(bias):
+            inside = Inside(bias)
         context: dict[str, Any] = {} if places is None else self.context(number, places, inside is not None)
         if inside is not None:
             context["inside"] = inside
@@ -322,6 +324,8 @@ class Reduced:
         """
         if trace is not None:
             trace.count(tokens)
+        if plan.biased and self.reduction.proportional and tokens.size is not None:
+            tokens = sized(tokens)  # for this block and for those behind it
         bias = self.reduction.bias(tokens, number) if plan.biased else None
         if plan.sees or plan.inside is not None or (bias is not None and not self.takes_mask):
             inside = Acting(tokens, self.reduction, number, plan, bias, trace)

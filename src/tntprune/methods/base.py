@@ -13,8 +13,8 @@ from tntprune.errors import UserNote
 from tntprune.methods.config import Config
 from tntprune.methods.schedule import schedule
 from tntprune.methods.steps import BlockPlan, Place, Plan, Step
-from tntprune.ops.attention import Heads, log_size
-from tntprune.ops.tokens import Tokens, take
+from tntprune.ops.attention import Heads
+from tntprune.ops.tokens import Tokens, size_bias, take
 
 
 class Layout(NamedTuple):
@@ -157,7 +157,7 @@ class Method(nn.Module):
         """Return what is added to the logits of each key in a block's attention, (B, 1, 1, prefix + n), or None."""
         if tokens.size is None or not (self.proportional or self.config.variable):
             return None
-        return log_size(tokens.size, tokens.prefix, power=int(self.proportional))
+        return size_bias(tokens, power=int(self.proportional))
 
     def attend(self, heads: Heads, tokens: Tokens) -> torch.Tensor:
         """Return what the attention of a block that is opened gives, (B, heads, n, head_dim)."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tntprune.ops.attention import SizeLogs, size_logs
+
 NOWHERE = -1  # the index of a token without a place of its own in the grid: a fused one, or padding
 
 
@@ -27,6 +29,7 @@ class Tokens:
             in step with the tokens.
         grid_size: N, how many places the original grid has; 0 where nobody said so.
         block: The number of the block that they were in last; 0 is the embedding.
+        logs: What `sized` found for some sizes, which may no longer be these.
     """
 
     x: torch.Tensor
@@ -37,6 +40,7 @@ class Tokens:
     state: Any = None
     grid_size: int = 0
     block: int = 0
+    logs: SizeLogs | None = None
 
     @property
     def patches(self) -> torch.Tensor:
@@ -59,6 +63,21 @@ def start(x: torch.Tensor, prefix: int, follow: bool = False) -> Tokens:
     """
     index = torch.arange(x.shape[1] - prefix, device=x.device).expand(x.shape[0], -1)  # (B, N)
     return Tokens(x, index, prefix, carrier=index if follow else None, grid_size=index.shape[1])
+
+
+def sized(tokens: Tokens) -> Tokens:
+    """Return the tokens, which have sizes, with the logarithms of these in `logs`: new ones if the sizes are."""
+    assert tokens.size is not None
+    if tokens.logs is not None and tokens.logs.size is tokens.size:
+        return tokens
+    return replace(tokens, logs=size_logs(tokens.size, tokens.prefix))
+
+
+def size_bias(tokens: Tokens, power: float | torch.Tensor) -> torch.Tensor:
+    """Return what sizes add to the logits of keys, (B, 1, 1, prefix + n): s counts like s ** power equal tokens."""
+    logs = sized(tokens).logs
+    assert logs is not None
+    return logs.bias(power)
 
 
 def pick(values: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,10 @@ from tntprune.methods.base import Layout, ScoringMethod, top
 from tntprune.methods.layers import Affine
 from tntprune.methods.steps import Place, Plan, Step
 from tntprune.methods.tnt.config import TNT
-from tntprune.ops.attention import Heads, log_size
+from tntprune.ops.attention import Heads
 from tntprune.ops.merging import choose, fold, standardised
 from tntprune.ops.similarity import halves, remove_similar
-from tntprune.ops.tokens import Tokens, order, take
+from tntprune.ops.tokens import Tokens, order, size_bias, take
 
 
 class Scorer(nn.Module):
@@ -138,7 +138,7 @@ class TrainingNoise(ScoringMethod):
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         if tokens.size is None or not self.proportional:
             return None
-        return log_size(tokens.size, tokens.prefix, self.powers[block - 1].float())
+        return size_bias(tokens, self.powers[block - 1].float())
 
     def score(self, tokens: Tokens, heads: Heads | None = None) -> torch.Tensor:
         """Return scores (B, n) in fp32 whatever the precision around them; relevance alpha is their softmax (Eq. 4)."""
