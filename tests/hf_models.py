@@ -15,6 +15,9 @@ from transformers import (  # noqa: E402
     Aimv2Model,
     Aimv2VisionConfig,
     Aimv2VisionModel,
+    BeitConfig,
+    BeitForImageClassification,
+    BeitModel,
     CLIPConfig,
     CLIPForImageClassification,
     CLIPModel,
@@ -43,6 +46,14 @@ from transformers import (  # noqa: E402
     MetaClip2VisionConfig,
     MetaClip2VisionModel,
     MetaClip2VisionModelWithProjection,
+    Owlv2Config,
+    Owlv2Model,
+    Owlv2VisionConfig,
+    Owlv2VisionModel,
+    OwlViTConfig,
+    OwlViTModel,
+    OwlViTVisionConfig,
+    OwlViTVisionModel,
     SiglipConfig,
     SiglipForImageClassification,
     SiglipModel,
@@ -50,11 +61,14 @@ from transformers import (  # noqa: E402
     SiglipVisionModel,
     ViTConfig,
     ViTForImageClassification,
+    ViTMAEConfig,
+    ViTMAEModel,
     ViTModel,
     ViTMSNConfig,
     ViTMSNForImageClassification,
     ViTMSNModel,
 )
+from transformers.models.beit.modeling_beit import BeitRelativePositionBias  # noqa: E402
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32,
@@ -110,6 +124,18 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "metaclip2": lambda: MetaClip2Model(
         MetaClip2Config(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16)
     ),
+    "beit": lambda: BeitModel(BeitConfig(**SHAPE, use_relative_position_bias=True, drop_path_rate=0.0)),
+    "beit_shared": lambda: BeitModel(
+        BeitConfig(**SHAPE, use_shared_relative_position_bias=True, use_mean_pooling=False, layer_scale_init_value=0.0)
+    ),
+    "beit_classifier": lambda: BeitForImageClassification(
+        BeitConfig(**SHAPE, use_relative_position_bias=True, use_absolute_position_embeddings=True, **CLASSES)
+    ),
+    "mae": lambda: ViTMAEModel(ViTMAEConfig(**SHAPE, mask_ratio=0.0)),
+    "owlvit_vision": lambda: OwlViTVisionModel(OwlViTVisionConfig(**SHAPE)),
+    "owlvit": lambda: OwlViTModel(OwlViTConfig(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16)),
+    "owlv2_vision": lambda: Owlv2VisionModel(Owlv2VisionConfig(**SHAPE)),
+    "owlv2": lambda: Owlv2Model(Owlv2Config(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16)),
     "dinov3": lambda: DINOv3ViTModel(DINOv3ViTConfig(**SHAPE, num_register_tokens=3, use_gated_mlp=True)),
     "dinov3_backbone": lambda: DINOv3ViTBackbone(
         DINOv3ViTConfig(**SHAPE, num_register_tokens=3, out_features=["stage1", "stage3", "stage4"])
@@ -119,7 +145,7 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "aimv2": lambda: Aimv2Model(Aimv2Config(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16)),
 }
 CLASSIFIERS = [kind for kind in KINDS if "classifier" in kind or "teacher" in kind]
-WHOLE = ("clip", "siglip", "metaclip2", "aimv2")  # with text
+WHOLE = ("clip", "siglip", "metaclip2", "aimv2", "owlvit", "owlv2")  # with text
 WORDS = torch.tensor([[1, 7, 8, 2], [1, 9, 11, 2]])
 
 
@@ -132,6 +158,9 @@ def make(kind: str, attention: str = "sdpa") -> Any:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     model.set_attn_implementation(attention)
+    for module in model.modules():  # transformers keeps it, and cannot train with what inference mode has made
+        if isinstance(module, BeitRelativePositionBias):
+            module.generate_relative_position_index(module.window_size)
     return model.eval()
 
 
@@ -144,6 +173,8 @@ def photos_for(kind: str, count: int = 3, size: tuple[int, int] | None = None) -
 def call(model: Any, images: torch.Tensor, **options: Any) -> Any:
     """The model's own output, of images, and of words where it reads them."""
     words = {"input_ids": WORDS} if hasattr(model, "text_model") else {}
+    if isinstance(model, ViTMAEModel):  # so that it does not shuffle its patches
+        words["noise"] = torch.arange(images[0, 0].numel() // 16).float().expand(len(images), -1)
     return model(pixel_values=images, **words, **options)
 
 

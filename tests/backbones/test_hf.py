@@ -37,7 +37,14 @@ EACH_FAMILY = (
     "siglip",
     *(
         pytest.param(kind, marks=pytest.mark.wide)
-        for kind in ("deit_teacher", "registers_classifier", "clip_classifier", "aimv2_vision")
+        for kind in (
+            "deit_teacher",
+            "registers_classifier",
+            "clip_classifier",
+            "aimv2_vision",
+            "beit_classifier",
+            "mae",
+        )
     ),
 )
 
@@ -301,7 +308,7 @@ class Bare(torch.nn.Module):
     ("registers_classifier", "random"), ("siglip", "tnt-merge"),
     *(pytest.param(*one, marks=pytest.mark.wide) for one in (
         ("vit_classifier", "tnt-several"), ("deit_teacher", "evit"), ("dinov2_classifier", "tnt-merge"),
-        ("clip_classifier", "tome"),
+        ("clip_classifier", "tome"), ("beit_classifier", "tnt-merge"), ("mae", "random"),
     )),
 ])  # fmt: skip
 def test_export_gives_what_eager_gives(each, name):
@@ -392,9 +399,16 @@ def test_training_against_labels_needs_classes(kind):
 
 
 def test_other_models_are_refused_by_name():
-    config = transformers.ViTMAEConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=32)
-    with pytest.raises(tntprune.UserError, match=r"ViTMAEModel is not supported; expected .*transformers ViTModel"):
-        reduce_(transformers.ViTMAEModel(config), Random(at=1, keep=0.5))
+    model = transformers.SwinModel(transformers.SwinConfig(embed_dim=8, depths=[1], num_heads=[1], image_size=32))
+    with pytest.raises(tntprune.UserError, match=r"SwinModel is not supported; expected .*transformers ViTModel"):
+        reduce_(model, Random(at=1, keep=0.5))
+
+
+def test_a_model_that_masks_patches_at_random_is_refused():
+    model = make("mae")
+    model.config.mask_ratio = 0.75
+    with pytest.raises(tntprune.UserError, match=r"mask_ratio=0\.75, which drops patches .* is not supported"):
+        reduce_(model, Random(at=1, keep=0.5))
 
 
 def test_an_older_transformers_is_refused_by_number(monkeypatch):

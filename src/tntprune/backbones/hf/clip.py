@@ -1,4 +1,4 @@
-"""Hugging Face's CLIP and MetaCLIP 2: the vision tower alone, with a projection or a classifier, in a whole model."""
+"""Hugging Face's CLIP, MetaCLIP 2, OWL-ViT and OWLv2: the vision tower alone, with a head, in a whole model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers.models.clip import modeling_clip as clip
 from transformers.models.metaclip_2 import modeling_metaclip_2 as metaclip
+from transformers.models.owlv2 import modeling_owlv2 as owlv2
+from transformers.models.owlvit import modeling_owlvit as owlvit
 
 from tntprune.backbones.base import Costs
 from tntprune.backbones.hf.adapter import HuggingFace, linears
@@ -24,7 +26,8 @@ from tntprune.backbones.hf.towers import (
 from tntprune.methods.base import Layout
 from tntprune.ops.tokens import Tokens
 
-FAMILIES = ((clip, "CLIP"), (metaclip, "MetaClip2"))  # and how their classes' names begin
+CLIPS = ((clip, "CLIP"), (metaclip, "MetaClip2"))  # and how their classes' names begin
+OWLS = ((owlvit, "OwlViT"), (owlv2, "Owlv2"))
 
 
 def parts(block: Any) -> Parts:
@@ -42,11 +45,11 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 ANATOMY = Anatomy(
     name="CLIP",
-    layers=tuple(getattr(module, f"{name}EncoderLayer") for module, name in FAMILIES),
+    layers=tuple(getattr(module, f"{name}EncoderLayer") for module, name in (*CLIPS, *OWLS)),
     blocks=lambda tower: tower.encoder.layers,
     prefix=lambda tower: 1,
     patch=lambda tower: tower.embeddings.patch_embedding,
-    image_size=lambda tower: (tower.embeddings.image_size, tower.embeddings.image_size),
+    image_size=lambda tower: (tower.config.image_size, tower.config.image_size),
     parts=parts,
 )
 
@@ -55,7 +58,8 @@ class _Tower(ReducedTower):
     anatomy = ANATOMY
 
     def embed(self: Any, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
-        return self.pre_layrnorm(super().embed(images, **options)[0]), None
+        x = super().embed(images.to(ANATOMY.patch(self).weight.dtype), **options)[0]
+        return (self.pre_layrnorm if hasattr(self, "pre_layrnorm") else self.pre_layernorm)(x), None
 
     def final(self, tokens: Tokens) -> Tokens:
         return tokens  # CLIP's last norm is for the CLS token alone
@@ -79,21 +83,22 @@ class _Classifier(ReducedPooling):
         return self.classify(labels, found, kwargs)
 
 
-def _made(ending: str, *mixins: type, **attributes: Any) -> dict[Any, Any]:
+def _made(families: Any, ending: str, *mixins: type, **attributes: Any) -> dict[Any, Any]:
     """Return the class of each family whose name ends so, and the one that it takes on."""
-    kinds = [getattr(module, name + ending) for module, name in FAMILIES]
+    kinds = [getattr(module, name + ending) for module, name in families]
     return {kind: derived(kind, *mixins, home=__name__, **attributes) for kind in kinds}
 
 
 OPENED = {
-    **_made("EncoderLayer", OpenLayer, parts=staticmethod(parts)),
-    **_made("Attention", OpenAttention, names=("out_proj", "scale", "dropout")),
+    **_made((*CLIPS, *OWLS), "EncoderLayer", OpenLayer, parts=staticmethod(parts)),
+    **_made((*CLIPS, *OWLS), "Attention", OpenAttention, names=("out_proj", "scale", "dropout")),
 }
-TOWERS = _made("VisionModel", _Tower)
+TOWERS = {**_made(CLIPS, "VisionModel", _Tower), **_made(OWLS, "VisionTransformer", _Tower)}
 HOLDERS = {
-    **_made("VisionModelWithProjection", ReducedModel),
-    **_made("ForImageClassification", _Classifier),
-    **_made("Model", ReducedModel),  # the text is left as it is
+    **_made(OWLS, "VisionModel", ReducedModel),
+    **_made(CLIPS, "VisionModelWithProjection", ReducedModel),
+    **_made(CLIPS, "ForImageClassification", _Classifier),
+    **_made((*CLIPS, *OWLS), "Model", ReducedModel),  # the text is left as it is
 }
 
 
