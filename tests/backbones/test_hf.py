@@ -10,7 +10,7 @@ from fvcore.nn import FlopCountAnalysis
 
 import tntprune
 from configs import stirred
-from hf_models import CLASSIFIERS, KINDS, WHOLE, call, make, photos_for, run, transformers, used
+from hf_models import CLASSIFIERS, KINDS, WHOLE, call, inputs, make, photos_for, run, transformers, used
 from reference import by_place, in_halves
 from tntprune import ATS, TNT, DynamicViT, EViT, Random, ToMe
 from tntprune.backbones.attach import base_of, is_reduced, reduction_of
@@ -253,7 +253,7 @@ def test_other_image_sizes(kind, name, size):
     model = stirred(make(kind), CONFIGS[name])
     if kind in ("aimv2", "aimv2_vision") and size != (32, 32):
         pytest.skip("its positions cannot be resampled")
-    alone = any(word in kind for word in ("dinov", "registers", "aimv2"))  # they do it by themselves
+    alone = any(word in kind for word in ("dinov", "registers", "aimv2", "beit", "siglip2"))  # they do it by themselves
     options = {} if alone else {"interpolate_pos_encoding": True}
     if kind == "vit_classifier":
         size, options = (24, 40), {}
@@ -353,8 +353,8 @@ class Image(torch.nn.Module):
 
     def forward(self, images):
         if hasattr(self.model, "text_model"):
-            return used(self.model.get_image_features(pixel_values=images))
-        return used(self.model(images))
+            return used(self.model.get_image_features(**inputs(self.model, images)))
+        return used(self.model(**inputs(self.model, images)))
 
 
 def test_a_merged_token_counts_like_equal_ones_in_the_mean():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,14 +14,14 @@ from transformers.models.owlvit import modeling_owlvit as owlvit
 
 from tntprune.backbones.base import Costs
 from tntprune.backbones.hf.adapter import HuggingFace, linears
-from tntprune.backbones.hf.anatomy import Anatomy, Parts
+from tntprune.backbones.hf.anatomy import Anatomy, Parts, as_it_is
 from tntprune.backbones.hf.towers import (
     OpenAttention,
     OpenLayer,
     ReducedModel,
     ReducedPooling,
     ReducedTower,
-    derived,
+    derivations,
     mean_by_size,
 )
 from tntprune.methods.base import Layout
@@ -35,12 +36,8 @@ def parts(block: Any) -> Parts:
     attention = block.self_attn
     return Parts(
         block.layer_norm1, attention, attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj,
-        attention.head_dim, _as_it_is, block.layer_norm2, block.mlp, _as_it_is,
+        attention.head_dim, as_it_is, block.layer_norm2, block.mlp, as_it_is,
     )  # fmt: skip
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 ANATOMY = Anatomy(
@@ -73,32 +70,31 @@ class _Tower(ReducedTower):
         return self.answer(pixel_values, masks, kwargs, interpolate_pos_encoding=interpolate_pos_encoding)
 
 
-class _Classifier(ReducedPooling):
+class Classifier(ReducedPooling):
+    """A classifier of the mean of all tokens, of CLIP and SigLIP."""
+
     pool = staticmethod(mean_by_size)
 
-    def forward(self: Any, pixel_values: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, pixel_values: Any = None, labels: Any = None, interpolate_pos_encoding: Any = False, **kwargs: Any
+    ) -> Any:
         """Turn images into logits, as the unpruned model; the mean weighs merged tokens by their size."""
-        options = {"interpolate_pos_encoding": kwargs.pop("interpolate_pos_encoding", False)}
+        options = {"interpolate_pos_encoding": interpolate_pos_encoding}
         found = self.vision_model.outputs(pixel_values, (kwargs.get("attention_mask"),), kwargs, pools=False, **options)
         return self.classify(labels, found, kwargs)
 
 
-def _made(families: Any, ending: str, *mixins: type, **attributes: Any) -> dict[Any, Any]:
-    """Return the class of each family whose name ends so, and the one that it takes on."""
-    kinds = [getattr(module, name + ending) for module, name in families]
-    return {kind: derived(kind, *mixins, home=__name__, **attributes) for kind in kinds}
-
-
+made = partial(derivations, home=__name__)
 OPENED = {
-    **_made((*CLIPS, *OWLS), "EncoderLayer", OpenLayer, parts=staticmethod(parts)),
-    **_made((*CLIPS, *OWLS), "Attention", OpenAttention, names=("out_proj", "scale", "dropout")),
+    **made((*CLIPS, *OWLS), "EncoderLayer", OpenLayer, parts=staticmethod(parts)),
+    **made((*CLIPS, *OWLS), "Attention", OpenAttention, names=("out_proj", "scale", "dropout")),
 }
-TOWERS = {**_made(CLIPS, "VisionModel", _Tower), **_made(OWLS, "VisionTransformer", _Tower)}
+TOWERS = {**made(CLIPS, "VisionModel", _Tower), **made(OWLS, "VisionTransformer", _Tower)}
 HOLDERS = {
-    **_made(OWLS, "VisionModel", ReducedModel),
-    **_made(CLIPS, "VisionModelWithProjection", ReducedModel),
-    **_made(CLIPS, "ForImageClassification", _Classifier),
-    **_made((*CLIPS, *OWLS), "Model", ReducedModel),  # the text is left as it is
+    **made(OWLS, "VisionModel", ReducedModel),
+    **made(CLIPS, "VisionModelWithProjection", ReducedModel),
+    **made(CLIPS, "ForImageClassification", Classifier),
+    **made((*CLIPS, *OWLS), "Model", ReducedModel),  # the text is left as it is
 }
 
 

@@ -7,6 +7,7 @@ of a saved config, and in its pipelines.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -103,6 +104,22 @@ def derived(plain: type, *mixins: type, home: str, **attributes: Any) -> type:
     kind = type(plain.__name__, (*mixins, plain), about)
     setattr(sys.modules[home], plain.__name__, kind)
     return kind
+
+
+def derivations(
+    families: Iterable[tuple[Any, str]], ending: str, *mixins: type, home: str, **attributes: Any
+) -> dict[Any, Any]:
+    """Return the class of each family whose name ends so, and the subclass `derived` from it.
+
+    Args:
+        families: Modules of transformers, and how the names of their classes begin.
+        ending: How the name ends.
+        *mixins: See `derived`.
+        home: See `derived`.
+        **attributes: See `derived`.
+    """
+    kinds = [getattr(module, name + ending) for module, name in families]
+    return {kind: derived(kind, *mixins, home=home, **attributes) for kind in kinds}
 
 
 class ReducedModel:
