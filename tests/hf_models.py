@@ -15,6 +15,9 @@ from transformers import (  # noqa: E402
     Aimv2Model,
     Aimv2VisionConfig,
     Aimv2VisionModel,
+    BeitConfig,
+    BeitForImageClassification,
+    BeitModel,
     CLIPConfig,
     CLIPForImageClassification,
     CLIPModel,
@@ -43,6 +46,19 @@ from transformers import (  # noqa: E402
     MetaClip2VisionConfig,
     MetaClip2VisionModel,
     MetaClip2VisionModelWithProjection,
+    Owlv2Config,
+    Owlv2Model,
+    Owlv2VisionConfig,
+    Owlv2VisionModel,
+    OwlViTConfig,
+    OwlViTModel,
+    OwlViTVisionConfig,
+    OwlViTVisionModel,
+    Siglip2Config,
+    Siglip2ForImageClassification,
+    Siglip2Model,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
     SiglipConfig,
     SiglipForImageClassification,
     SiglipModel,
@@ -50,16 +66,21 @@ from transformers import (  # noqa: E402
     SiglipVisionModel,
     ViTConfig,
     ViTForImageClassification,
+    ViTMAEConfig,
+    ViTMAEModel,
     ViTModel,
     ViTMSNConfig,
     ViTMSNForImageClassification,
     ViTMSNModel,
 )
+from transformers.models.beit.modeling_beit import BeitRelativePositionBias  # noqa: E402
+from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches  # noqa: E402
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32,
     "patch_size": 4,
 }  # fmt: skip
+GRIDS = {**{k: v for k, v in SHAPE.items() if k != "image_size"}, "num_patches": 64}
 DINO = {**{k: v for k, v in SHAPE.items() if k != "intermediate_size"}, "mlp_ratio": 2}
 TEXT = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99,
@@ -96,6 +117,14 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "siglip_no_head": lambda: SiglipVisionModel(SiglipVisionConfig(**SHAPE, vision_use_head=False)),
     "siglip_classifier": lambda: SiglipForImageClassification(_siglip(**CLASSES)),
     "siglip": lambda: SiglipModel(_siglip()),
+    "siglip2_vision": lambda: Siglip2VisionModel(Siglip2VisionConfig(**GRIDS)),
+    "siglip2_no_head": lambda: Siglip2VisionModel(Siglip2VisionConfig(**GRIDS, vision_use_head=False)),
+    "siglip2_classifier": lambda: Siglip2ForImageClassification(
+        Siglip2Config(vision_config=dict(GRIDS), text_config={**TEXT, "projection_size": 32}, **CLASSES)
+    ),
+    "siglip2": lambda: Siglip2Model(
+        Siglip2Config(vision_config=dict(GRIDS), text_config={**TEXT, "projection_size": 32})
+    ),
     "msn": lambda: ViTMSNModel(ViTMSNConfig(**SHAPE)),
     "msn_classifier": lambda: ViTMSNForImageClassification(ViTMSNConfig(**SHAPE, **CLASSES)),
     "ijepa": lambda: IJepaModel(IJepaConfig(**SHAPE)),
@@ -110,6 +139,18 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "metaclip2": lambda: MetaClip2Model(
         MetaClip2Config(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16)
     ),
+    "beit": lambda: BeitModel(BeitConfig(**SHAPE, use_relative_position_bias=True, drop_path_rate=0.0)),
+    "beit_shared": lambda: BeitModel(
+        BeitConfig(**SHAPE, use_shared_relative_position_bias=True, use_mean_pooling=False, layer_scale_init_value=0.0)
+    ),
+    "beit_classifier": lambda: BeitForImageClassification(
+        BeitConfig(**SHAPE, use_relative_position_bias=True, use_absolute_position_embeddings=True, **CLASSES)
+    ),
+    "mae": lambda: ViTMAEModel(ViTMAEConfig(**SHAPE, mask_ratio=0.0)),
+    "owlvit_vision": lambda: OwlViTVisionModel(OwlViTVisionConfig(**SHAPE)),
+    "owlvit": lambda: OwlViTModel(OwlViTConfig(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16)),
+    "owlv2_vision": lambda: Owlv2VisionModel(Owlv2VisionConfig(**SHAPE)),
+    "owlv2": lambda: Owlv2Model(Owlv2Config(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16)),
     "dinov3": lambda: DINOv3ViTModel(DINOv3ViTConfig(**SHAPE, num_register_tokens=3, use_gated_mlp=True)),
     "dinov3_backbone": lambda: DINOv3ViTBackbone(
         DINOv3ViTConfig(**SHAPE, num_register_tokens=3, out_features=["stage1", "stage3", "stage4"])
@@ -119,7 +160,7 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "aimv2": lambda: Aimv2Model(Aimv2Config(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16)),
 }
 CLASSIFIERS = [kind for kind in KINDS if "classifier" in kind or "teacher" in kind]
-WHOLE = ("clip", "siglip", "metaclip2", "aimv2")  # with text
+WHOLE = ("clip", "siglip", "siglip2", "metaclip2", "aimv2", "owlvit", "owlv2")  # with text
 WORDS = torch.tensor([[1, 7, 8, 2], [1, 9, 11, 2]])
 
 
@@ -132,6 +173,9 @@ def make(kind: str, attention: str = "sdpa") -> Any:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     model.set_attn_implementation(attention)
+    for module in model.modules():  # transformers keeps it, and cannot train with what inference mode has made
+        if isinstance(module, BeitRelativePositionBias):
+            module.generate_relative_position_index(module.window_size)
     return model.eval()
 
 
@@ -144,7 +188,21 @@ def photos_for(kind: str, count: int = 3, size: tuple[int, int] | None = None) -
 def call(model: Any, images: torch.Tensor, **options: Any) -> Any:
     """The model's own output, of images, and of words where it reads them."""
     words = {"input_ids": WORDS} if hasattr(model, "text_model") else {}
-    return model(pixel_values=images, **words, **options)
+    return model(**inputs(model, images), **words, **options)
+
+
+def inputs(model: Any, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Images (B, C, H, W) as the model wants them; its patches are 4 x 4."""
+    count = images[0, 0].numel() // 16
+    if isinstance(model, ViTMAEModel):  # it shuffles its patches, but for this
+        return {"pixel_values": images, "noise": torch.arange(count).float().expand(len(images), -1)}
+    if not type(model).__name__.startswith("Siglip2"):
+        return {"pixel_values": images}
+    shape = torch.tensor([images.shape[-2] // 4, images.shape[-1] // 4])
+    return {
+        "pixel_values": torch.stack([convert_image_to_patches(image, 4) for image in images]),
+        "pixel_attention_mask": torch.ones(len(images), count), "spatial_shapes": shape.expand(len(images), -1),
+    }  # fmt: skip
 
 
 def run(model: Any, images: torch.Tensor, **options: Any) -> torch.Tensor:

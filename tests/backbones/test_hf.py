@@ -11,7 +11,7 @@ from fvcore.nn import FlopCountAnalysis
 
 import tntprune
 from configs import stirred
-from hf_models import CLASSIFIERS, KINDS, WHOLE, call, make, photos_for, run, transformers, used
+from hf_models import CLASSIFIERS, KINDS, WHOLE, call, inputs, make, photos_for, run, transformers, used
 from reference import by_place, in_halves
 from tntprune import ATS, TNT, DynamicViT, EViT, Random, ToMe
 from tntprune.backbones.attach import base_of, is_reduced, reduction_of
@@ -39,7 +39,14 @@ EACH_FAMILY = (
     "siglip",
     *(
         pytest.param(kind, marks=pytest.mark.wide)
-        for kind in ("deit_teacher", "registers_classifier", "clip_classifier", "aimv2_vision")
+        for kind in (
+            "deit_teacher",
+            "registers_classifier",
+            "clip_classifier",
+            "aimv2_vision",
+            "beit_classifier",
+            "mae",
+        )
     ),
 )
 
@@ -260,7 +267,7 @@ def test_other_image_sizes(kind, name, size):
     model = stirred(make(kind), CONFIGS[name])
     if kind in ("aimv2", "aimv2_vision") and size != (32, 32):
         pytest.skip("its positions cannot be resampled")
-    alone = any(word in kind for word in ("dinov", "registers", "aimv2"))  # they do it by themselves
+    alone = any(word in kind for word in ("dinov", "registers", "aimv2", "beit", "siglip2"))  # they do it by themselves
     options = {} if alone else {"interpolate_pos_encoding": True}
     if kind == "vit_classifier":
         size, options = (24, 40), {}
@@ -315,7 +322,7 @@ class Bare(torch.nn.Module):
     ("registers_classifier", "random"), ("siglip", "tnt-merge"),
     *(pytest.param(*one, marks=pytest.mark.wide) for one in (
         ("vit_classifier", "tnt-several"), ("deit_teacher", "evit"), ("dinov2_classifier", "tnt-merge"),
-        ("clip_classifier", "tome"),
+        ("clip_classifier", "tome"), ("beit_classifier", "tnt-merge"), ("mae", "random"),
     )),
 ])  # fmt: skip
 def test_export_gives_what_eager_gives(each, name):
@@ -360,8 +367,8 @@ class Image(torch.nn.Module):
 
     def forward(self, images):
         if hasattr(self.model, "text_model"):
-            return used(self.model.get_image_features(pixel_values=images))
-        return used(self.model(images))
+            return used(self.model.get_image_features(**inputs(self.model, images)))
+        return used(self.model(**inputs(self.model, images)))
 
 
 def test_a_merged_token_counts_like_equal_ones_in_the_mean():
@@ -406,9 +413,16 @@ def test_training_against_labels_needs_classes(kind):
 
 
 def test_other_models_are_refused_by_name():
-    config = transformers.ViTMAEConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=32)
-    with pytest.raises(tntprune.UserError, match=r"ViTMAEModel is not supported; expected .*transformers ViTModel"):
-        reduce_(transformers.ViTMAEModel(config), Random(at=1, keep=0.5))
+    model = transformers.SwinModel(transformers.SwinConfig(embed_dim=8, depths=[1], num_heads=[1], image_size=32))
+    with pytest.raises(tntprune.UserError, match=r"SwinModel is not supported; expected .*transformers ViTModel"):
+        reduce_(model, Random(at=1, keep=0.5))
+
+
+def test_a_model_that_masks_patches_at_random_is_refused():
+    model = make("mae")
+    model.config.mask_ratio = 0.75
+    with pytest.raises(tntprune.UserError, match=r"mask_ratio=0\.75, which drops patches .* is not supported"):
+        reduce_(model, Random(at=1, keep=0.5))
 
 
 def test_an_older_transformers_is_refused_by_number(monkeypatch):

@@ -88,8 +88,8 @@ def test_train_then_eval_and_search_then_eval(classifier, photos, call, tmp_path
 
 
 def test_a_sweep_goes_on_and_measures_other_weights_anew(classifier, photos, call, tmp_path):
-    arguments = ["sweep", f"hf:{classifier}", "--data", photos, "--methods", "random", "--at", 2, "--rates", 0.5, "--out",
-                 tmp_path / "r.jsonl", "--no-speed", "--workers", 0]  # fmt: skip
+    arguments = ["sweep", f"hf:{classifier}", "--data", photos, "--methods", "random", "--at", 2, "--rates", 0.5,
+                 "--out", tmp_path / "r.jsonl", "--no-speed", "--workers", 0]  # fmt: skip
     first = call(*arguments)["rows"]
     assert len(first) == 2 and call(*arguments)["rows"] == first
     before = (classifier / "model.safetensors").read_bytes()

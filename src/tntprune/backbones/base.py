@@ -18,7 +18,7 @@ from tntprune.ops.tokens import Tokens
 
 FAMILIES = {  # the files of this folder, by the package of their models
     "timm": ("timm.vit", "timm.eva", "timm.beit"),
-    "transformers": ("hf.vit", "hf.dinov2", "hf.dinov3", "hf.clip", "hf.siglip", "hf.aimv2"),
+    "transformers": ("hf.vit", "hf.beit", "hf.dinov2", "hf.dinov3", "hf.clip", "hf.siglip", "hf.siglip2", "hf.aimv2"),
 }
 
 

@@ -11,7 +11,7 @@ from transformers.models.aimv2 import modeling_aimv2 as aimv2
 
 from tntprune.backbones.base import Costs
 from tntprune.backbones.hf.adapter import HuggingFace, linears
-from tntprune.backbones.hf.anatomy import Anatomy, Parts
+from tntprune.backbones.hf.anatomy import Anatomy, Parts, as_it_is
 from tntprune.backbones.hf.towers import (
     OpenAttention,
     OpenLayer,
@@ -30,12 +30,8 @@ def _parts(block: Any) -> Parts:
     attention = block.attention
     return Parts(
         block.rms_norm1, attention, attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj,
-        attention.head_dim, _as_it_is, block.rms_norm2, block.ffn, _as_it_is,
+        attention.head_dim, as_it_is, block.rms_norm2, block.ffn, as_it_is,
     )  # fmt: skip
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def _size(tower: Any) -> tuple[int, int]:

@@ -38,6 +38,11 @@ class Parts(NamedTuple):
     mlp_join: Callable[[torch.Tensor], torch.Tensor]
 
 
+def as_it_is(x: torch.Tensor) -> torch.Tensor:
+    """Return the output of an attention or an MLP, for blocks that add it to the residual unchanged."""
+    return x
+
+
 @dataclass(frozen=True)
 class Anatomy:
     """Where the towers of one family have what every one of them has.

@@ -1,30 +1,34 @@
-"""Hugging Face's CLIP and MetaCLIP 2: the vision tower alone, with a projection or a classifier, in a whole model."""
+"""Hugging Face's CLIP, MetaCLIP 2, OWL-ViT and OWLv2: the vision tower alone, with a head, in a whole model."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers.models.clip import modeling_clip as clip
 from transformers.models.metaclip_2 import modeling_metaclip_2 as metaclip
+from transformers.models.owlv2 import modeling_owlv2 as owlv2
+from transformers.models.owlvit import modeling_owlvit as owlvit
 
 from tntprune.backbones.base import Costs
 from tntprune.backbones.hf.adapter import HuggingFace, linears
-from tntprune.backbones.hf.anatomy import Anatomy, Parts
+from tntprune.backbones.hf.anatomy import Anatomy, Parts, as_it_is
 from tntprune.backbones.hf.towers import (
     OpenAttention,
     OpenLayer,
     ReducedModel,
     ReducedPooling,
     ReducedTower,
-    derived,
+    derivations,
     mean_by_size,
 )
 from tntprune.methods.base import Layout
 from tntprune.ops.tokens import Tokens
 
-FAMILIES = ((clip, "CLIP"), (metaclip, "MetaClip2"))  # and how their classes' names begin
+CLIPS = ((clip, "CLIP"), (metaclip, "MetaClip2"))  # and how their classes' names begin
+OWLS = ((owlvit, "OwlViT"), (owlv2, "Owlv2"))
 
 
 def parts(block: Any) -> Parts:
@@ -32,21 +36,17 @@ def parts(block: Any) -> Parts:
     attention = block.self_attn
     return Parts(
         block.layer_norm1, attention, attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj,
-        attention.head_dim, _as_it_is, block.layer_norm2, block.mlp, _as_it_is,
+        attention.head_dim, as_it_is, block.layer_norm2, block.mlp, as_it_is,
     )  # fmt: skip
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 ANATOMY = Anatomy(
     name="CLIP",
-    layers=tuple(getattr(module, f"{name}EncoderLayer") for module, name in FAMILIES),
+    layers=tuple(getattr(module, f"{name}EncoderLayer") for module, name in (*CLIPS, *OWLS)),
     blocks=lambda tower: tower.encoder.layers,
     prefix=lambda tower: 1,
     patch=lambda tower: tower.embeddings.patch_embedding,
-    image_size=lambda tower: (tower.embeddings.image_size, tower.embeddings.image_size),
+    image_size=lambda tower: (tower.config.image_size, tower.config.image_size),
     parts=parts,
 )
 
@@ -55,7 +55,8 @@ class _Tower(ReducedTower):
     anatomy = ANATOMY
 
     def embed(self: Any, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
-        return self.pre_layrnorm(super().embed(images, **options)[0]), None
+        x = super().embed(images.to(ANATOMY.patch(self).weight.dtype), **options)[0]
+        return (self.pre_layrnorm if hasattr(self, "pre_layrnorm") else self.pre_layernorm)(x), None
 
     def final(self, tokens: Tokens) -> Tokens:
         return tokens  # CLIP's last norm is for the CLS token alone
@@ -69,31 +70,31 @@ class _Tower(ReducedTower):
         return self.answer(pixel_values, masks, kwargs, interpolate_pos_encoding=interpolate_pos_encoding)
 
 
-class _Classifier(ReducedPooling):
+class Classifier(ReducedPooling):
+    """A classifier of the mean of all tokens, of CLIP and SigLIP."""
+
     pool = staticmethod(mean_by_size)
 
-    def forward(self: Any, pixel_values: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, pixel_values: Any = None, labels: Any = None, interpolate_pos_encoding: Any = False, **kwargs: Any
+    ) -> Any:
         """Turn images into logits, as the unpruned model; the mean weighs merged tokens by their size."""
-        options = {"interpolate_pos_encoding": kwargs.pop("interpolate_pos_encoding", False)}
+        options = {"interpolate_pos_encoding": interpolate_pos_encoding}
         found = self.vision_model.outputs(pixel_values, (kwargs.get("attention_mask"),), kwargs, pools=False, **options)
         return self.classify(labels, found, kwargs)
 
 
-def _made(ending: str, *mixins: type, **attributes: Any) -> dict[Any, Any]:
-    """Return the class of each family whose name ends so, and the one that it takes on."""
-    kinds = [getattr(module, name + ending) for module, name in FAMILIES]
-    return {kind: derived(kind, *mixins, home=__name__, **attributes) for kind in kinds}
-
-
+made = partial(derivations, home=__name__)
 OPENED = {
-    **_made("EncoderLayer", OpenLayer, parts=staticmethod(parts)),
-    **_made("Attention", OpenAttention, names=("out_proj", "scale", "dropout")),
+    **made((*CLIPS, *OWLS), "EncoderLayer", OpenLayer, parts=staticmethod(parts)),
+    **made((*CLIPS, *OWLS), "Attention", OpenAttention, names=("out_proj", "scale", "dropout")),
 }
-TOWERS = _made("VisionModel", _Tower)
+TOWERS = {**made(CLIPS, "VisionModel", _Tower), **made(OWLS, "VisionTransformer", _Tower)}
 HOLDERS = {
-    **_made("VisionModelWithProjection", ReducedModel),
-    **_made("ForImageClassification", _Classifier),
-    **_made("Model", ReducedModel),  # the text is left as it is
+    **made(OWLS, "VisionModel", ReducedModel),
+    **made(CLIPS, "VisionModelWithProjection", ReducedModel),
+    **made(CLIPS, "ForImageClassification", Classifier),
+    **made((*CLIPS, *OWLS), "Model", ReducedModel),  # the text is left as it is
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +17,8 @@ from tntprune.backbones.hf.towers import (
     OpenAttention,
     OpenLayer,
     ReducedModel,
-    ReducedPooling,
     ReducedTower,
+    derivations,
     mean_by_size,
 )
 from tntprune.methods.base import Layout
@@ -27,25 +28,13 @@ from tntprune.ops.tokens import Tokens
 ANATOMY = replace(clip.ANATOMY, name="SigLIP", layers=(siglip.SiglipEncoderLayer,), prefix=lambda tower: 0)
 
 
-class SiglipEncoderLayer(OpenLayer, siglip.SiglipEncoderLayer):  # type: ignore[misc]
-    """A SiglipEncoderLayer with a reduction inside it."""
-
-    parts = staticmethod(clip.parts)
-
-
-class SiglipAttention(OpenAttention, siglip.SiglipAttention):  # type: ignore[misc]
-    """A SiglipAttention that a reduction can look at."""
-
-    names = ("out_proj", "scale", "dropout")
-
-
-class SiglipMultiheadAttentionPoolingHead(siglip.SiglipMultiheadAttentionPoolingHead):  # type: ignore[misc]
+class Pool:
     """A pooling head to which a token of size s counts like s equal ones."""
 
     def forward(self: Any, hidden_state: torch.Tensor, size: torch.Tensor | None = None) -> torch.Tensor:
         """Pool tokens (B, n, D) of sizes (B, n), or None if each stands for one patch, to (B, D)."""
         if size is None:
-            return super().forward(hidden_state)  # type: ignore[no-any-return]
+            return super().forward(hidden_state)  # type: ignore[misc, no-any-return]
         bias = log_size(size, 0, power=1)[:, 0, 0].to(hidden_state.dtype)  # (B, n)
         probe = self.probe.expand(hidden_state.shape[0], -1, -1)  # (B, 1, D)
         x = self.attention(probe, hidden_state, hidden_state, key_padding_mask=bias, need_weights=False)[0]
@@ -53,16 +42,18 @@ class SiglipMultiheadAttentionPoolingHead(siglip.SiglipMultiheadAttentionPooling
         return x[:, 0]  # type: ignore[no-any-return]
 
 
-class SiglipVisionModel(ReducedTower, siglip.SiglipVisionModel):  # type: ignore[misc]
-    """A SiglipVisionModel whose forward drops or merges tokens."""
+class Tower(ReducedTower):
+    """What the towers of SigLIP and SigLIP 2 have in common."""
 
-    anatomy = ANATOMY
-
-    def final(self, tokens: Tokens) -> Tokens:
+    def final(self: Any, tokens: Tokens) -> Tokens:
         return replace(tokens, x=self.post_layernorm(tokens.x))
 
-    def pooled(self, tokens: Tokens) -> torch.Tensor | None:
+    def pooled(self: Any, tokens: Tokens) -> torch.Tensor | None:
         return self.head(tokens.x, tokens.size) if self.use_head else None
+
+
+class _Tower(Tower):
+    anatomy = ANATOMY
 
     def forward(self, pixel_values: Any, interpolate_pos_encoding: Any = False, **kwargs: Any) -> Any:
         """Turn images into the tokens that are left, normalised, and pooled where the model does that."""
@@ -70,22 +61,7 @@ class SiglipVisionModel(ReducedTower, siglip.SiglipVisionModel):  # type: ignore
         return self.answer(pixel_values, masks, kwargs, interpolate_pos_encoding=interpolate_pos_encoding)
 
 
-class SiglipModel(ReducedModel, siglip.SiglipModel):  # type: ignore[misc]
-    """A SiglipModel with such a tower; the text is left as it is."""
-
-
-class SiglipForImageClassification(ReducedPooling, siglip.SiglipForImageClassification):  # type: ignore[misc]
-    """A SiglipForImageClassification with such a tower."""
-
-    pool = staticmethod(mean_by_size)
-
-    def forward(
-        self, pixel_values: Any = None, labels: Any = None, interpolate_pos_encoding: Any = False, **kwargs: Any
-    ) -> Any:
-        """Turn images into logits, as the unpruned model; the mean weighs merged tokens by their size."""
-        options = {"interpolate_pos_encoding": interpolate_pos_encoding}
-        found = self.vision_model.outputs(pixel_values, (kwargs.get("attention_mask"),), kwargs, pools=False, **options)
-        return self.classify(labels, found, kwargs)
+made = partial(derivations, ((siglip, "Siglip"),), home=__name__)
 
 
 class HuggingFaceSiglip(HuggingFace):
@@ -93,14 +69,14 @@ class HuggingFaceSiglip(HuggingFace):
 
     anatomy = ANATOMY
     swaps: ClassVar = {
-        siglip.SiglipVisionModel: SiglipVisionModel,
-        siglip.SiglipForImageClassification: SiglipForImageClassification,
-        siglip.SiglipModel: SiglipModel,
+        **made("VisionModel", _Tower),
+        **made("ForImageClassification", clip.Classifier),
+        **made("Model", ReducedModel),  # the text is left as it is
     }
     opened: ClassVar = {
-        siglip.SiglipEncoderLayer: SiglipEncoderLayer,
-        siglip.SiglipAttention: SiglipAttention,
-        siglip.SiglipMultiheadAttentionPoolingHead: SiglipMultiheadAttentionPoolingHead,
+        **made("EncoderLayer", OpenLayer, parts=staticmethod(clip.parts)),
+        **made("Attention", OpenAttention, names=("out_proj", "scale", "dropout")),
+        **made("MultiheadAttentionPoolingHead", Pool),
     }
     holders: ClassVar = dict.fromkeys((siglip.SiglipForImageClassification, siglip.SiglipModel), "vision_model")
 

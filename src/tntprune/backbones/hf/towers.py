@@ -7,6 +7,7 @@ of a saved config, and in its pipelines.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,11 +56,12 @@ class OpenAttention:
     names: ClassVar[tuple[str, str, str]] = ("o_proj", "scaling", "attention_dropout")  # of the last projection, ...
 
     def forward(
-        self: Any, hidden_states: torch.Tensor, *args: Any, inside: Inside | None = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the attention: as the plain class does, or shown to a reduction."""
+        self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *args: Any,
+        inside: Inside | None = None, **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Run the attention: as the plain class does, or shown to a reduction. The mask is added to the logits."""
         if inside is None:
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc, no-any-return]
         project, scale, dropout = (getattr(self, name) for name in self.names)
         query, key, value = (
             layer(hidden_states).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, n, head_dim)
@@ -68,7 +70,8 @@ class OpenAttention:
         query, key = self.placed(query, key, **kwargs)
         rate = dropout if self.training else 0.0
         heads = Heads(
-            query, key, value, scale, inside.bias, fused=self.config._attn_implementation != "eager", dropout=rate,
+            query, key, value, scale, added(attention_mask, inside.bias),
+            fused=self.config._attn_implementation != "eager", dropout=rate,
             drop=partial(F.dropout, p=rate) if rate else None,
         )  # fmt: skip
         return project(inside.attend(heads).transpose(1, 2).flatten(2)), None
@@ -76,6 +79,13 @@ class OpenAttention:
     def placed(self, query: torch.Tensor, key: torch.Tensor, **context: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and keys (B, heads, n, head_dim) with the positions of their tokens in them."""
         return query, key
+
+
+def added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum of two terms of the attention's logits, each of which may be missing."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
 
 
 def derived(plain: type, *mixins: type, home: str, **attributes: Any) -> type:
@@ -94,6 +104,22 @@ def derived(plain: type, *mixins: type, home: str, **attributes: Any) -> type:
     kind = type(plain.__name__, (*mixins, plain), about)
     setattr(sys.modules[home], plain.__name__, kind)
     return kind
+
+
+def derivations(
+    families: Iterable[tuple[Any, str]], ending: str, *mixins: type, home: str, **attributes: Any
+) -> dict[Any, Any]:
+    """Return the class of each family whose name ends so, and the subclass `derived` from it.
+
+    Args:
+        families: Modules of transformers, and how the names of their classes begin.
+        ending: How the name ends.
+        *mixins: See `derived`.
+        home: See `derived`.
+        **attributes: See `derived`.
+    """
+    kinds = [getattr(module, name + ending) for module, name in families]
+    return {kind: derived(kind, *mixins, home=home, **attributes) for kind in kinds}
 
 
 class ReducedModel:
@@ -157,8 +183,8 @@ class ReducedTower(ReducedModel, Reduced):
     ) -> torch.Tensor:
         context: dict[str, Any] = {} if places is None else self.context(number, places, inside is not None)
         if inside is not None:
-            context["inside"] = inside
-        return self.blocks[number - 1](x, None, **context)  # type: ignore[no-any-return]
+            return self.blocks[number - 1](x, inside=inside, **context)  # type: ignore[no-any-return]
+        return self.blocks[number - 1](x, context.pop("attention_mask", None), **context)  # type: ignore[no-any-return]
 
     def pooled(self, tokens: Tokens) -> torch.Tensor | None:
         """Tokens that leave `final` to the `pooler_output`, (B, D)."""

@@ -1,4 +1,4 @@
-"""Hugging Face's ViT, DeiT, ViT-MSN and I-JEPA, alone and with classifiers."""
+"""Hugging Face's ViT, DeiT, ViT-MSN, ViT-MAE and I-JEPA, alone and with classifiers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.deit import modeling_deit as deit
 from transformers.models.ijepa import modeling_ijepa as ijepa
 from transformers.models.vit import modeling_vit as vit
+from transformers.models.vit_mae import modeling_vit_mae as mae
 from transformers.models.vit_msn import modeling_vit_msn as msn
 
 from tntprune.backbones.base import Costs
@@ -28,7 +29,9 @@ from tntprune.backbones.hf.towers import (
 from tntprune.methods.base import Layout
 from tntprune.ops.tokens import Tokens
 
-FAMILIES = ((vit, "ViT"), (deit, "DeiT"), (msn, "ViTMSN"), (ijepa, "IJepa"))  # and how their classes' names begin
+FAMILIES = (  # and how their classes' names begin
+    (vit, "ViT"), (deit, "DeiT"), (msn, "ViTMSN"), (mae, "ViTMAE"), (ijepa, "IJepa"),
+)  # fmt: skip
 
 
 def _parts(block: Any) -> Parts:
@@ -76,6 +79,32 @@ class _Tower(ReducedTower):
         return self.answer(pixel_values, masks, kwargs, interpolate_pos_encoding=interpolate_pos_encoding)
 
 
+def in_order(tower: Any, images: torch.Tensor) -> torch.Tensor:
+    """Return the noise, (B, N), with which ViT-MAE does not shuffle the patches of images."""
+    rows, columns = ANATOMY.grid(tower, images)
+    return torch.arange(rows * columns, device=images.device, dtype=torch.float32).expand(len(images), -1)
+
+
+class _Masked(_Tower):
+    """A ViT-MAE that masks nothing. Whatever the noise, its tokens are in the order of the image."""
+
+    output = mae.ViTMAEModelOutput
+
+    def embed(self, images: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+        options = options or ANATOMY.options(self, images)
+        (x, _, _), places = super().embed(images, noise=in_order(self, images), **options)
+        return x, places
+
+    def outputs(self, pixel_values: torch.Tensor, *args: Any, **options: Any) -> tuple[Tokens, Any]:
+        tokens, out = super().outputs(pixel_values, *args, **options)
+        noise = in_order(self, pixel_values)  # (B, N)
+        return tokens, self.output(**out, mask=torch.zeros_like(noise), ids_restore=noise.long())
+
+    def forward(self, pixel_values: Any = None, noise: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Turn images into the tokens that are left, normalised."""
+        return super().forward(pixel_values, None, *args, **kwargs)
+
+
 class _Pooling(ReducedPooling):
     """I-JEPA's classifier, which takes the mean of all tokens."""
 
@@ -101,7 +130,10 @@ OPENED = {
 }
 TOWERS = {
     getattr(module, f"{name}Model"): derived(
-        getattr(module, f"{name}Model"), _Tower, home=__name__, **({"output": BaseModelOutput} if module is msn else {})
+        getattr(module, f"{name}Model"),
+        _Masked if module is mae else _Tower,
+        home=__name__,
+        **({"output": BaseModelOutput} if module is msn else {}),
     )
     for module, name in FAMILIES
 }
@@ -128,6 +160,12 @@ class HuggingFaceViT(HuggingFace):
         },
     }
 
+    def obstacle(self, model: nn.Module) -> str | None:
+        if isinstance(model, mae.ViTMAEModel) and model.config.mask_ratio:
+            share = model.config.mask_ratio
+            return f"mask_ratio={share}, which drops patches at random (expected 0: model.config.mask_ratio = 0.0),"
+        return super().obstacle(model)
+
     def pool(self, model: nn.Module) -> str:
         return "token" if self.anatomy.prefix(self.tower(model)) else "avg"
 
@@ -139,7 +177,8 @@ class HuggingFaceViT(HuggingFace):
         return costs._replace(head=linears(*heads))
 
     def unpruned(self, tower: Any, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out = tower(images, **self.anatomy.options(tower, images))
+        noise = {"noise": in_order(tower, images)} if isinstance(tower, mae.ViTMAEModel) else {}
+        out = tower(images, **noise, **self.anatomy.options(tower, images))
         return out.last_hidden_state, out.get("pooler_output")
 
     def head(self, model: Any, tokens: Tokens, pooled: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
