@@ -28,15 +28,15 @@ def naive_neighbours(found, count):
 def test_neighbours(cells):
     found = vectors() * torch.logspace(-3, 3, 23)[:, None]  # their length does not matter
     near = neighbours(found, 10, cells=cells)
-    assert near.index.tolist() == naive_neighbours(found, 10)
-    expected = torch.stack([F.cosine_similarity(found[a], found[near.index[a]]) for a in range(23)])
+    assert near.place.tolist() == naive_neighbours(found, 10)
+    expected = torch.stack([F.cosine_similarity(found[a], found[near.place[a]]) for a in range(23)])
     torch.testing.assert_close(near.similarity, expected)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_fewer_vectors_than_are_asked_for(count):
     near = neighbours(vectors(count), 10)
-    assert near.index.shape == (count, count - 1)
+    assert near.place.shape == (count, count - 1)
 
 
 def test_memory_is_bounded(monkeypatch):
@@ -62,7 +62,7 @@ def test_processes_share_the_rows():
     found, mine = vectors(), []
     for rank in (1, 0):
         near = neighbours(found, 4, Half(rank, 2), cells=23 * 3)
-    assert near.index.tolist() == naive_neighbours(found, 4) and all(mine)
+    assert near.place.tolist() == naive_neighbours(found, 4) and all(mine)
 
 
 def test_recall():

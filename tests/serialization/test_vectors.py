@@ -299,11 +299,14 @@ def test_what_is_no_folder_of_embeddings_is_left_as_it_is(tmp_path, photos):
     refused(tmp_path / "file", "cannot be made")
     refused(tmp_path, r"holds other files \(file\); expected a new or an empty folder")
     for number, text in enumerate(
-        (b"", b"{", b"[]", b'{"complete": 1, "settings": {}}', b'{"complete": true}', b"\xff")
+        (b"", b"{", b"[]", b'{"complete": 1, "settings": {}}', b'{"complete": true, "settings": {}}', b"\xff")
     ):
         (tmp_path / f"{number}").mkdir()
         (tmp_path / f"{number}" / "index.json").write_bytes(text)
         refused(tmp_path / f"{number}", r"index\.json: not written by tntprune embed, or broken")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "index.json")
+    refused(tmp_path / "pipe", r"index\.json: cannot be written \(a device, pipe or socket\)")
     run(photos, tmp_path / "out")
     (tmp_path / "out" / "vectors.npy").unlink()
     refused(tmp_path / "out", r"vectors\.npy: gone")

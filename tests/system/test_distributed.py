@@ -14,8 +14,9 @@ from PIL import Image
 
 from conftest import make, photos_for
 from several import together
-from tntprune import ATS, TNT, DynamicViT, TopK, reduce_
+from tntprune import ATS, TNT, DynamicViT, ToMe, TopK, reduce_
 from tntprune.analysis.evaluate import evaluate
+from tntprune.backbones.models import drop_classifier_
 from tntprune.data.batches import TensorSource
 from tntprune.data.folders import labelled_photos
 from tntprune.errors import UsageError, UserError
@@ -214,11 +215,17 @@ def folder(tmp_path_factory):
 
 
 def evaluated(group, folder, out):
-    for number, config in enumerate((TNT(at=2), ATS(at=(3, 4)))):
+    for number, (config, classes) in enumerate(((TNT(at=2), True), (ATS(at=(3, 4)), True), (ToMe(at=2), False))):
         model = make("plain")
         photos = labelled_photos(folder, model)
         found = evaluate(
-            reduce_(model, config), photos, batch_size=3, workers=0, on_bad_image="skip", group=group, progress=False
+            reduce_(model if classes else drop_classifier_(model), config),
+            photos,
+            batch_size=3,
+            workers=0,
+            on_bad_image="skip",
+            group=group,
+            progress=False,
         )
         figures = {name: value for name, value in found.to_dict().items() if name != "images_per_s"}
         (out / f"{group.size}-{group.rank}-{number}.json").write_text(json.dumps([figures, found.bad]))
@@ -228,8 +235,9 @@ def evaluated(group, folder, out):
 def test_several_processes_evaluate_to_the_figures_of_one(tmp_path, folder, size):
     evaluated(ALONE, folder, tmp_path)
     together(size, evaluated, folder, tmp_path)
-    for number in (0, 1):
+    for number in (0, 1, 2):
         expected = json.loads((tmp_path / f"1-0-{number}.json").read_text())
         assert expected[0]["images"] == 13 and expected[0]["skipped"] == 1
+        assert ("recall5" in expected[0] and "knn" in expected[0]) == (number == 2)
         for rank in range(size):
             assert json.loads((tmp_path / f"{size}-{rank}-{number}.json").read_text()) == expected

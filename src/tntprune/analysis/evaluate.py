@@ -226,7 +226,7 @@ def measure(
 
 def _searched(
     kept: list[tuple[torch.Tensor, ...]], reduced: bool, device: torch.device, group: ProcessGroup
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """Return the figures of a search among the embeddings that all processes have found; none with classes."""
     parts = group.gather(kept)
     batches = [batch for turn in zip_longest(*parts) for batch in turn if batch is not None]  # in one process's order

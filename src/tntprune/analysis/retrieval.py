@@ -33,10 +33,10 @@ class Retrieval(NamedTuple):
 
 
 class Neighbours(NamedTuple):
-    """The nearest other vectors of each vector, the nearest first: their cosine `similarity` and `index`, (N, k)."""
+    """The nearest other vectors of each vector, the nearest first: their cosine `similarity` and `place`, (N, k)."""
 
     similarity: torch.Tensor
-    index: torch.Tensor
+    place: torch.Tensor
 
 
 def search(own: torch.Tensor, unpruned: torch.Tensor, labels: torch.Tensor, group: ProcessGroup = ALONE) -> Retrieval:
@@ -50,8 +50,8 @@ def search(own: torch.Tensor, unpruned: torch.Tensor, labels: torch.Tensor, grou
     """
     found = neighbours(own, VOTERS, group)
     expected = found if unpruned is own else neighbours(unpruned, VOTERS, group)
-    recalls = [recall(found.index, expected.index, count) for count in (1, 5, 10)]
-    return Retrieval(*recalls, knn_accuracy(found, labels), knn_accuracy(expected, labels))
+    one, five, ten = (recall(found.place, expected.place, count) for count in (1, 5, 10))
+    return Retrieval(one, five, ten, knn_accuracy(found, labels), knn_accuracy(expected, labels))
 
 
 def neighbours(vectors: torch.Tensor, count: int, group: ProcessGroup = ALONE, cells: int = CELLS) -> Neighbours:
@@ -77,14 +77,14 @@ def neighbours(vectors: torch.Tensor, count: int, group: ProcessGroup = ALONE, c
         near = similarity.topk(count, dim=1)
         found.append((first, near.values.cpu(), near.indices.cpu()))
     parts = sorted((part for each in group.gather(found) for part in each), key=lambda part: part[0])
-    return Neighbours(*(torch.cat([part[place] for part in parts]) for place in (1, 2)))
+    return Neighbours(torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts]))
 
 
 def recall(found: torch.Tensor, expected: torch.Tensor, count: int) -> float | None:
     """Return the percent of the `count` nearest that were expected which are among the `count` nearest found.
 
     Args:
-        found: Indices of neighbours (N, k), the nearest first.
+        found: Places of neighbours (N, k), the nearest first.
         expected: The same, by embeddings that are taken for right.
         count: How many of them to look at; the result is None if there are not so many.
     """
@@ -112,7 +112,7 @@ def knn_accuracy(near: Neighbours, labels: torch.Tensor) -> float | None:
     counted = (labels >= 0) & (sizes[place] > 1)
     if not counted.any() or int((values >= 0).sum()) < 2:
         return None
-    said = labels[near.index]  # (N, k)
+    said = labels[near.place]  # (N, k)
     weight = (near.similarity.double() / TEMPERATURE).exp() * (said >= 0)
     score = ((said[:, :, None] == said[:, None, :]) * weight[:, None, :]).sum(2)  # (N, k): for the label of each
     winner = said.gather(1, score.argmax(1, keepdim=True))[:, 0]

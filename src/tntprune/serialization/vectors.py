@@ -21,7 +21,7 @@ from tntprune.data.photo import Packed
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import from_dict
 from tntprune.methods.text import described
-from tntprune.system.storage import forget_leftovers, make_folder, packed, write, write_by
+from tntprune.system.storage import find_target, forget_leftovers, make_folder, packed, write, write_by
 
 INDEX, VECTORS, FILES, PIECES = "index.json", "vectors.npy", "files.txt", "pieces"
 PIECE = 512  # photos
@@ -148,9 +148,12 @@ class VectorFolder:
             raise UserError(f"{path}: broken; remove it, and run the same command again") from None
 
     def _read(self, index: Path) -> dict[str, Any]:
+        find_target(index)  # a pipe would be waited for
         try:
             found = json.loads(index.read_text(encoding="utf-8"))
-            if isinstance(found["complete"], bool) and isinstance(found["settings"], dict):
+            kinds: dict[str, type] = {"complete": bool, "settings": dict}
+            kinds |= {"images": int, "dimensions": int, "skipped": list} if found["complete"] else {}
+            if all(isinstance(found[name], kind) for name, kind in kinds.items()):
                 return dict(found)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass
