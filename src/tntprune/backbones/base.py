@@ -16,7 +16,17 @@ from tntprune.ops.tokens import Tokens
 
 FAMILIES = {  # the files of this folder, by the package of their models
     "timm": ("timm.vit", "timm.eva", "timm.beit"),
-    "transformers": ("hf.vit", "hf.dinov2", "hf.dinov3", "hf.clip", "hf.siglip", "hf.aimv2"),
+    "transformers": (
+        "hf.vit",
+        "hf.dinov2",
+        "hf.dinov3",
+        "hf.clip",
+        "hf.siglip",
+        "hf.aimv2",
+        "hf.idefics3",
+        "hf.internvl",
+        "hf.vlm",
+    ),
 }
 
 
@@ -89,6 +99,23 @@ class Backbone(ABC):
         """Return the module whose tokens are reduced: the model itself, or the part of it that sees the images."""
         inside = next((path for kind, path in self.holders.items() if isinstance(model, kind)), None)
         return model if inside is None else model.get_submodule(inside)
+
+    def around(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules outside of the tower whose classes a reduction swaps."""
+        return [model]
+
+    def outputs(self, model: nn.Module) -> dict[str, str]:
+        """Return what the tower can give to what follows in a larger model, the default first, and why not the rest.
+
+        "grid" is a token for every patch, where the dropped ones are filled as in `tntprune.features`; "tokens" is no
+        more than what was kept. Each is given with the reason why it is not supported, "" where it is. A model that has
+        no choice has none.
+        """
+        return {}
+
+    def last_read(self, model: nn.Module) -> int:
+        """Return the last block whose tokens are read by what follows."""
+        return self.layout(model).depth
 
     def classes(self, model: nn.Module) -> int:
         """Return how many classes the model tells apart; 0 where it gives an embedding instead."""

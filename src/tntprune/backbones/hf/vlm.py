@@ -1,0 +1,182 @@
+"""Hugging Face's vision-language models: reduced in their towers and, if possible, before their language models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.models.gemma3 import modeling_gemma3 as gemma3
+from transformers.models.idefics3 import modeling_idefics3 as idefics3_model
+from transformers.models.internvl import modeling_internvl as internvl_model
+from transformers.models.llava import modeling_llava as llava
+from transformers.models.llava_next import modeling_llava_next as llava_next
+from transformers.models.llava_onevision import modeling_llava_onevision as onevision
+from transformers.models.paligemma import modeling_paligemma as paligemma
+from transformers.models.smolvlm import modeling_smolvlm as smolvlm
+from transformers.models.vipllava import modeling_vipllava as vipllava
+
+from tntprune.backbones.base import Answer, Backbone, Costs, kind_of
+from tntprune.backbones.hf import clip, idefics3, internvl, siglip
+from tntprune.backbones.hf.adapter import HuggingFace
+from tntprune.backbones.hf.shortening import ShorteningGenerator, ShorteningModel, VisibleProjector
+from tntprune.backbones.hf.towers import ReducedModel, derived
+from tntprune.errors import UserError
+from tntprune.methods.base import Layout
+from tntprune.ops.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of vision-language models.
+
+    Args:
+        module: Of transformers.
+        name: How its classes' names begin.
+        tower: The vision tower's name in the model without a head for the next token.
+        projector: The name of the projector there.
+        cells: What its projector does with patches together, so that no single one can be left out; "" for nothing.
+        first: The position of the first token of a prompt.
+    """
+
+    module: Any
+    name: str
+    tower: str = "vision_tower"
+    projector: str = "multi_modal_projector"
+    cells: str = ""
+    first: int = 0
+
+
+FAMILIES = (
+    Family(llava, "Llava"),
+    Family(llava_next, "LlavaNext"),
+    Family(vipllava, "VipLlava"),
+    Family(paligemma, "PaliGemma", first=1),
+    Family(onevision, "LlavaOnevision", cells="it resamples the grid of an image's crops"),
+    Family(gemma3, "Gemma3", cells="its projector averages cells of patches"),
+    Family(internvl_model, "InternVL", cells="its projector joins cells of patches"),
+    Family(idefics3_model, "Idefics3", "vision_model", "connector", "its projector joins cells of patches"),
+    Family(smolvlm, "SmolVLM", "vision_model", "connector", "its projector joins cells of patches"),
+)
+TOWERS: tuple[HuggingFace, ...] = (clip.ADAPTER, siglip.ADAPTER, idefics3.ADAPTER, internvl.ADAPTER)
+OWN_TOWERS = {  # models whose towers are something else, by the beginning of their classes' names
+    "Qwen2VL": "attends within the images of one packed sequence",
+    "Qwen2_5_VL": "attends within windows of one packed sequence",
+    "Qwen3VL": "attends within the images of one packed sequence and hands several of its layers on",
+}
+
+
+def _made(ending: str, cells: type, single: type) -> dict[Any, Any]:
+    """Return the class of each family whose name ends so, and the one that it takes on."""
+    made = {}
+    for family in FAMILIES:
+        kind = getattr(family.module, family.name + ending)
+        more = {} if family.cells or ending != "Model" else {"first": family.first}
+        made[kind] = derived(kind, cells if family.cells else single, home=__name__, **more)
+    return made
+
+
+MODELS = _made("Model", ReducedModel, ShorteningModel)
+GENERATORS = _made("ForConditionalGeneration", ReducedModel, ShorteningGenerator)
+PROJECTORS = {
+    kind: derived(kind, VisibleProjector, home=__name__)
+    for kind in (getattr(f.module, f"{f.name}MultiModalProjector") for f in FAMILIES if not f.cells)
+}
+BY_CLASS = {
+    getattr(family.module, family.name + ending): family
+    for family in FAMILIES
+    for ending in ("Model", "ForConditionalGeneration")
+}
+
+
+class VisionLanguage(Backbone):
+    """The adapter. What concerns the tower alone is asked of the tower's own adapter."""
+
+    swaps: ClassVar = {**MODELS, **GENERATORS}
+    opened: ClassVar = {
+        **PROJECTORS,
+        **{kind: new for tower in TOWERS for classes in (tower.opened, tower.swaps) for kind, new in classes.items()},
+    }
+    holders: ClassVar = {
+        kind: ("model." if kind in GENERATORS else "") + family.tower for kind, family in BY_CLASS.items()
+    }
+
+    def knows(self, model: nn.Module) -> bool:
+        return super().knows(model) or self._own(model) is not None
+
+    @staticmethod
+    def _own(model: nn.Module) -> str | None:
+        """Return what is special about the tower of a model that is known and not supported."""
+        if not type(model).__module__.startswith("transformers.models.qwen"):
+            return None
+        name = type(model).__name__.removesuffix("Model").removesuffix("ForConditionalGeneration")
+        return OWN_TOWERS.get(name)
+
+    def family(self, model: nn.Module) -> Family:
+        """Return a model's family."""
+        return BY_CLASS[self.plain(model)]
+
+    def inner(self, model: Any) -> Any:
+        """Return the model without a head for the next token: the tower, the projector and the language model."""
+        return model.model if self.plain(model) in GENERATORS else model
+
+    def around(self, model: nn.Module) -> list[nn.Module]:
+        inner = self.inner(model)
+        return [model, inner, inner.get_submodule(self.family(model).projector)]
+
+    def of_tower(self, model: nn.Module) -> HuggingFace:
+        """Return the adapter of a model's tower."""
+        tower = self.tower(model)
+        return next(adapter for adapter in TOWERS if adapter.knows(tower))
+
+    def obstacle(self, model: nn.Module) -> str | None:
+        if special := self._own(model):
+            return f"{type(model).__name__}, whose tower {special},"
+        tower = self.tower(model)
+        if not any(adapter.knows(tower) for adapter in TOWERS):
+            known = ", ".join(
+                kind.__name__ for adapter in TOWERS for kind in adapter.swaps if kind not in adapter.holders
+            )
+            return f"the vision tower {kind_of(tower).__name__} of a {type(model).__name__} (supported: {known})"
+        return self.of_tower(model).obstacle(tower)
+
+    def outputs(self, model: nn.Module) -> dict[str, str]:
+        return {"grid": "", "tokens": self.family(model).cells}
+
+    def last_read(self, model: Any) -> int:
+        depth = self.layout(model).depth
+        layers = getattr(model.config, "vision_feature_layer", -1)
+        return max(layer % (depth + 1) for layer in ([layers] if isinstance(layers, int) else layers))
+
+    def classes(self, model: nn.Module) -> int:
+        return 0
+
+    def input_size(self, model: nn.Module) -> tuple[int, int, int]:
+        return self.of_tower(model).input_size(self.tower(model))
+
+    def layout(self, model: nn.Module) -> Layout:
+        """Return the tower's; what follows reads the patches, and not the CLS token alone."""
+        return self.of_tower(model).layout(self.tower(model))._replace(pool="avg")
+
+    def costs(self, model: nn.Module) -> Costs:
+        return self.of_tower(model).costs(self.tower(model))
+
+    def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        raise _needs_words(model)
+
+    def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
+        raise _needs_words(model)
+
+    def judge(self, model: nn.Module, tokens: Tokens) -> Answer:
+        raise _needs_words(model)
+
+
+def _needs_words(model: nn.Module) -> UserError:
+    return UserError(
+        f"{type(model).__name__} answers images with words, and images alone were given; expected a model of images, "
+        "such as its vision tower"
+    )
+
+
+ADAPTER = VisionLanguage()
