@@ -51,6 +51,7 @@ def test_keep_one_is_the_base_bit_for_bit_and_so_is_a_restored_one(kind, attenti
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [name for name in model.state_dict() if "reduction." not in name] == names
+    assert torch.equal(run(base_of(model), given), before)  # nothing that the first twin did stays on the model
     restore_(model)
     assert type(model) is plain and type(model.model) is inner and list(model.state_dict()) == names
     assert torch.equal(run(model, given), before) and not is_reduced(model)
@@ -77,7 +78,7 @@ def test_the_language_model_is_given_every_patch(kind, name):
     assert shown.shape == (len(read), tower.num_prefix_tokens + 64, 32)
     left = []
     with torch.inference_mode():
-        tower.walk(read, made=lambda number, tokens: left.append(tokens), follow=True)
+        tower.walk(read, visit=lambda number, tokens: left.append(tokens), follow=True)
         tokens = reduction_of(model).unfold(left[layer])
         tokens = tower.final(tokens) if states is None else tokens
     for image, x, places, size in zip(shown, tokens.x, tokens.index, tokens.size if tokens.size is not None else left):

@@ -25,6 +25,7 @@ from tntprune.methods import Combination, Config, implementation, obstacle_to
 from tntprune.methods.base import Method
 
 Model = TypeVar("Model", bound=nn.Module)
+HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # the attributes that keep a module's hooks
 
 
 def attach(model: Model, config: Config, *more: Config, output: str | None = None) -> Model:
@@ -138,6 +139,8 @@ def twin_of(model: Model) -> Model:
             return module
         twin = copy.copy(module)
         twin._modules = {**module._modules, **inner}
+        for name in HOOKS:  # what is hung on the one, by transformers for a start, is not hung on the other
+            setattr(twin, name, copy.copy(getattr(module, name)))
         twin.__dict__.pop("traces", None)  # nobody records it
         forget_replaced(twin)
         return twin

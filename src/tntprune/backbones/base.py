@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from tntprune.backbones.prompts import Prompts
 from tntprune.errors import UserError
 from tntprune.methods.base import Layout
 from tntprune.ops.tokens import Tokens
@@ -60,14 +61,14 @@ class Answer(NamedTuple):
     """What a model says of a batch.
 
     Args:
-        logits: (B, classes), as the model gives them.
+        logits: (B, classes), as the model gives them; of the next token of a prompt, (tokens, vocabulary).
         ce_logits: Those that cross-entropy is taken of in training: the CLS head's alone on distilled models.
-        tokens: As they leave the last norm.
+        tokens: As they leave the last norm; None of a model that answers prompts.
     """
 
     logits: torch.Tensor
     ce_logits: torch.Tensor
-    tokens: Tokens
+    tokens: Tokens | None
 
 
 class Backbone(ABC):
@@ -78,11 +79,13 @@ class Backbone(ABC):
             has to do something differently too.
         opened: Each class of a block and of an attention, to the static subclass in which a reduction can act.
         holders: Classes of models that have such a one inside, to the dotted name under which it is there.
+        prompts: Whether its models answer prompts with images, `Prompts`, and not images alone.
     """
 
     swaps: ClassVar[dict[type[nn.Module], type[nn.Module]]]
     opened: ClassVar[dict[type[nn.Module], type[nn.Module]]]
     holders: ClassVar[dict[type[nn.Module], str]] = {}
+    prompts: ClassVar[bool] = False
 
     def knows(self, model: nn.Module) -> bool:
         """Return whether this adapter is for such a model, reduced or not."""
@@ -143,14 +146,14 @@ class Backbone(ABC):
         return model(images)  # type: ignore[no-any-return]
 
     @abstractmethod
-    def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
+    def answer(self, model: nn.Module, images: torch.Tensor | Prompts) -> Answer:
         """Everything that training looks at, of a model that is reduced or not."""
 
     @abstractmethod
     def judge(self, model: nn.Module, tokens: Tokens) -> Answer:
         """Return the answer to the tokens that leave the last block of a reduced model."""
 
-    def check_images(self, model: nn.Module, images: torch.Tensor) -> None:
+    def check_images(self, model: nn.Module, images: torch.Tensor | Prompts) -> None:
         """Refuse images that the forward pass of a model, reduced or not, does not take.
 
         Args:

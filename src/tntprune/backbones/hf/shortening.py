@@ -36,13 +36,13 @@ class Places(NamedTuple):
     """Where the tokens of a shortened sequence stood.
 
     Args:
-        index: (B, m), their places in the whole sequence, ascending.
+        place: (B, m), their places in the whole sequence, ascending.
         real: (B, m), False for those that only fill up a row with fewer tokens than another.
         state: (B, n), for each place of the whole sequence the token whose state it gets: its own, or where it was left
             out that of the one before it.
     """
 
-    index: torch.Tensor
+    place: torch.Tensor
     real: torch.Tensor
     state: torch.Tensor
 
@@ -111,7 +111,7 @@ class ShorteningModel(ReducedModel):
         images = (mm_encoder_outputs or {}).get("image")
         if not self.shortens or (images is None and pixel_values is None and seen is None):
             whole = {"pixel_values": pixel_values, "mm_encoder_outputs": mm_encoder_outputs}
-            return super().forward(**given, **whole, **kwargs)
+            return super().forward(**given, **whole, **kwargs)  # type: ignore[misc]
         if images is None and pixel_values is not None:
             wanted = signature(self.get_image_features).parameters
             options = {name: value for name, value in kwargs.items() if name in wanted and name != "kwargs"}
@@ -121,10 +121,10 @@ class ShorteningModel(ReducedModel):
             keep, features = self.kept(input_ids, images)
         mm_encoder_outputs = None if images is None else {"image": features}
         if seen is None and keep is None:
-            return super().forward(**given, mm_encoder_outputs=mm_encoder_outputs, **kwargs)
+            return super().forward(**given, mm_encoder_outputs=mm_encoder_outputs, **kwargs)  # type: ignore[misc]
         given, places = self.shortened(given, seen, keep, kwargs)
         options = kwargs if places is None else {**kwargs, "return_dict": True}
-        out = super().forward(**given, mm_encoder_outputs=mm_encoder_outputs, **options)
+        out = super().forward(**given, mm_encoder_outputs=mm_encoder_outputs, **options)  # type: ignore[misc]
         return out if places is None else self.restored(out, images, given, places, kwargs)
 
     def kept(self: Any, input_ids: torch.Tensor | None, images: Any) -> tuple[torch.Tensor | None, Any]:
@@ -197,7 +197,7 @@ class ShorteningModel(ReducedModel):
         places = None
         if keep is not None:
             places = places_of(keep, own)
-            index, own = places.index, places.real
+            index, own = places.place, places.real
             other = int(self.config.image_token_id == 0)  # any other token: it is not attended to
             ids = ids.masked_fill(~keep, other).gather(1, index)
             positions = positions.expand(batch, -1).gather(1, index)
@@ -217,7 +217,7 @@ class ShorteningModel(ReducedModel):
             )
         mask, count = given["attention_mask"].bool(), places.state.shape[1]
         if out.cache is not None:
-            past = mask.shape[1] - places.index.shape[1]
+            past = mask.shape[1] - places.place.shape[1]
             seen: Seen | None = getattr(out.cache, STATE, None)
             if seen is not None:
                 past += seen.length - seen.mask.shape[1]

@@ -186,14 +186,14 @@ class ReducedTower(ReducedModel, Reduced):
             UserError: something was asked for that a reduced model cannot do.
         """
         refuse_proxy(pixel_values)
-        wanted, output = self.check(masks, flags or {}), self.reduction.output
+        wanted = self.check(masks, flags or {})
         states: list[torch.Tensor | None] = []
 
         def note(number: int, tokens: Tokens) -> None:
             states.append(self.shown(tokens, pixel_values) if number in wanted else None)
 
-        visit = {("made" if output == "grid" else "visit"): note} if wanted else {}
-        tokens = self.walk(pixel_values, **visit, follow=bool(output), **options)
+        follow = bool(self.reduction.output)
+        tokens = self.walk(pixel_values, note if wanted else None, follow=follow, **options)
         tokens = self.joined(self.final(tokens))
         last = self.shown(tokens, pixel_values)
         out = self.output(last_hidden_state=last, hidden_states=tuple(states) if wanted else None)

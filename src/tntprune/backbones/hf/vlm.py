@@ -22,6 +22,7 @@ from tntprune.backbones.hf import clip, idefics3, internvl, siglip
 from tntprune.backbones.hf.adapter import HuggingFace
 from tntprune.backbones.hf.shortening import ShorteningGenerator, ShorteningModel, VisibleProjector
 from tntprune.backbones.hf.towers import ReducedModel, derived
+from tntprune.backbones.prompts import Prompts
 from tntprune.errors import UserError
 from tntprune.methods.base import Layout
 from tntprune.ops.tokens import Tokens
@@ -93,6 +94,8 @@ BY_CLASS = {
 class VisionLanguage(Backbone):
     """The adapter. What concerns the tower alone is asked of the tower's own adapter."""
 
+    prompts = True
+
     swaps: ClassVar = {**MODELS, **GENERATORS}
     opened: ClassVar = {
         **PROJECTORS,
@@ -149,11 +152,15 @@ class VisionLanguage(Backbone):
         layers = getattr(model.config, "vision_feature_layer", -1)
         return max(layer % (depth + 1) for layer in ([layers] if isinstance(layers, int) else layers))
 
-    def classes(self, model: nn.Module) -> int:
-        return 0
+    def classes(self, model: Any) -> int:
+        """Return the size of the vocabulary: its classes are the next tokens."""
+        return int(model.config.get_text_config().vocab_size)
 
     def input_size(self, model: nn.Module) -> tuple[int, int, int]:
         return self.of_tower(model).input_size(self.tower(model))
+
+    def grid(self, model: nn.Module, images: torch.Tensor) -> tuple[int, int]:
+        return self.of_tower(model).grid(self.tower(model), images)
 
     def layout(self, model: nn.Module) -> Layout:
         """Return the tower's; what follows reads the patches, and not the CLS token alone."""
@@ -162,11 +169,39 @@ class VisionLanguage(Backbone):
     def costs(self, model: nn.Module) -> Costs:
         return self.of_tower(model).costs(self.tower(model))
 
+    def check_images(self, model: nn.Module, images: Any) -> None:
+        """Refuse images without prompts.
+
+        Raises:
+            UserError: they are images alone, or something is missing.
+        """
+        if not isinstance(images, Prompts):
+            raise _needs_words(model)
+        if missing := {"input_ids", "pixel_values"} - set(images):
+            raise UserError(
+                f"a batch without {min(missing)}; expected what the model's processor makes of images and text"
+            )
+
     def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         raise _needs_words(model)
 
-    def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
-        raise _needs_words(model)
+    def answer(self, model: Any, images: Any) -> Answer:
+        """Return the logits of the next token behind every token of text that follows an image."""
+        self.check_images(model, images)
+        if self.plain(model) not in GENERATORS:
+            raise UserError(
+                f"{type(model).__name__} predicts no words; expected the model with a head for the next token"
+            )
+        visual = images["input_ids"] == model.config.image_token_id
+        reads = ~visual & (visual.cumsum(1) > 0)
+        if images.get("attention_mask") is not None:
+            reads &= images["attention_mask"].bool()
+        if not reads.any():
+            raise UserError(
+                "prompts without text behind their images; expected some, or nothing can be learned from them"
+            )
+        logits = model(**images, use_cache=False).logits[reads]
+        return Answer(logits, logits, None)
 
     def judge(self, model: nn.Module, tokens: Tokens) -> Answer:
         raise _needs_words(model)
@@ -174,8 +209,8 @@ class VisionLanguage(Backbone):
 
 def _needs_words(model: nn.Module) -> UserError:
     return UserError(
-        f"{type(model).__name__} answers images with words, and images alone were given; expected a model of images, "
-        "such as its vision tower"
+        f"{type(model).__name__} answers images with words, and images alone were given; for training expected batches "
+        "from its processor, in a list or a DataLoader, and for anything else a model of images, such as its tower"
     )
 
 
