@@ -57,6 +57,26 @@ class Costs(NamedTuple):
     head: int
 
 
+class WordCosts(NamedTuple):
+    """What follows the tower of a vision-language model costs, in multiply-accumulates if nothing else is said.
+
+    Args:
+        visual: Visual tokens of one image of the tower's own size, as the language model gets them.
+        projector: For one image.
+        token: Of all blocks of the language model, for each token.
+        pair: Of their attention, for each pair of tokens.
+        head: Of the head for the next token, once.
+        cache: Bytes in the cache for each token.
+    """
+
+    visual: int
+    projector: int
+    token: int
+    pair: int
+    head: int
+    cache: int
+
+
 class Answer(NamedTuple):
     """What a model says of a batch.
 
@@ -140,6 +160,10 @@ class Backbone(ABC):
     @abstractmethod
     def costs(self, model: nn.Module) -> Costs:
         """Return what its parts cost."""
+
+    def word_costs(self, model: nn.Module) -> WordCosts:
+        """Return what follows the tower of a model that answers prompts."""
+        raise NotImplementedError
 
     def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         """Run a model, reduced or not: images to logits (B, classes), or without classes to embeddings (B, D)."""

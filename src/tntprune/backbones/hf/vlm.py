@@ -17,9 +17,9 @@ from transformers.models.paligemma import modeling_paligemma as paligemma
 from transformers.models.smolvlm import modeling_smolvlm as smolvlm
 from transformers.models.vipllava import modeling_vipllava as vipllava
 
-from tntprune.backbones.base import Answer, Backbone, Costs, kind_of
+from tntprune.backbones.base import Answer, Backbone, Costs, WordCosts, kind_of
 from tntprune.backbones.hf import clip, idefics3, internvl, siglip
-from tntprune.backbones.hf.adapter import HuggingFace
+from tntprune.backbones.hf.adapter import HuggingFace, linears
 from tntprune.backbones.hf.shortening import ShorteningGenerator, ShorteningModel, VisibleProjector
 from tntprune.backbones.hf.towers import ReducedModel, derived
 from tntprune.backbones.prompts import Prompts
@@ -37,6 +37,7 @@ class Family:
         name: How its classes' names begin.
         tower: The vision tower's name in the model without a head for the next token.
         projector: The name of the projector there.
+        language: The name of the language model there.
         cells: What its projector does with patches together, so that no single one can be left out; "" for nothing.
         first: The position of the first token of a prompt.
     """
@@ -45,6 +46,7 @@ class Family:
     name: str
     tower: str = "vision_tower"
     projector: str = "multi_modal_projector"
+    language: str = "language_model"
     cells: str = ""
     first: int = 0
 
@@ -57,8 +59,10 @@ FAMILIES = (
     Family(onevision, "LlavaOnevision", cells="it resamples the grid of an image's crops"),
     Family(gemma3, "Gemma3", cells="its projector averages cells of patches"),
     Family(internvl_model, "InternVL", cells="its projector joins cells of patches"),
-    Family(idefics3_model, "Idefics3", "vision_model", "connector", "its projector joins cells of patches"),
-    Family(smolvlm, "SmolVLM", "vision_model", "connector", "its projector joins cells of patches"),
+    Family(
+        idefics3_model, "Idefics3", "vision_model", "connector", "text_model", "its projector joins cells of patches"
+    ),
+    Family(smolvlm, "SmolVLM", "vision_model", "connector", "text_model", "its projector joins cells of patches"),
 )
 TOWERS: tuple[HuggingFace, ...] = (clip.ADAPTER, siglip.ADAPTER, idefics3.ADAPTER, internvl.ADAPTER)
 OWN_TOWERS = {  # models whose towers are something else, by the beginning of their classes' names
@@ -168,6 +172,43 @@ class VisionLanguage(Backbone):
 
     def costs(self, model: nn.Module) -> Costs:
         return self.of_tower(model).costs(self.tower(model))
+
+    def word_costs(self, model: Any) -> WordCosts:
+        """Return what follows the tower, for one image of its own size and a Llama-like language model.
+
+        Raises:
+            UserError: the language model's blocks are something else.
+        """
+        family, inner, shape = self.family(model), self.inner(model), self.layout(model)
+        projector, language = (inner.get_submodule(name) for name in (family.projector, family.language))
+        blocks = [(block, getattr(block, "self_attn", None)) for block in language.layers]
+        if not all(
+            hasattr(attention, name) for _, attention in blocks for name in ("q_proj", "k_proj", "v_proj")
+        ) or any(hasattr(block.mlp, "experts") for block, _ in blocks):
+            raise UserError(
+                f"the language model {type(language).__name__} is not counted; expected blocks with one attention "
+                "(q_proj, k_proj, v_proj) and one MLP, such as Llama's"
+            )
+        full = getattr(model.config, "vision_feature_select_strategy", None) == "full"
+        visual = shape.patches + full * shape.prefix
+        if family.name == "Gemma3":
+            visual = model.config.mm_tokens_per_image
+        elif family.name == "InternVL":
+            visual = int(visual * model.config.downsample_ratio**2)
+        elif family.cells and family.name != "LlavaOnevision":
+            visual //= model.config.scale_factor**2
+        own = linears(projector) + getattr(projector, "mm_input_projection_weight", torch.empty(0)).numel()
+        own += sum(5 * part.weight.numel() for part in projector.modules() if isinstance(part, nn.LayerNorm))
+        width = sum(attention.k_proj.out_features + attention.v_proj.out_features for _, attention in blocks)
+        head = getattr(model, "lm_head", None)
+        return WordCosts(
+            visual=visual,
+            projector=visual * own,
+            token=sum(linears(block) for block, _ in blocks),
+            pair=sum(2 * attention.q_proj.out_features for _, attention in blocks),
+            head=0 if head is None else head.weight.numel(),
+            cache=width * language.layers[0].self_attn.k_proj.weight.element_size(),
+        )
 
     def check_images(self, model: nn.Module, images: Any) -> None:
         """Refuse images without prompts.
