@@ -13,7 +13,9 @@ from tntprune.serialization.checkpoint import load_
 from tntprune.serialization.plan import Plan
 
 
-def reduce_(model: Model, config: Config | Plan | str | Path, *more: Config, **changes: Any) -> Model:
+def reduce_(
+    model: Model, config: Config | Plan | str | Path, *more: Config, output: str | None = None, **changes: Any
+) -> Model:
     """Make a model drop or merge tokens, in place. A reduction that is already there is replaced.
 
     The model's class is swapped for a static subclass and a submodule `reduction` is added; its own parameters and
@@ -24,6 +26,9 @@ def reduce_(model: Model, config: Config | Plan | str | Path, *more: Config, **c
         config: What to do: `TNT(at=3, keep=0.5)`, for example; or "pretrained", a folder, a Hub id or a plan, as for
             `load_`.
         *more: Further reductions at places of their own: `ToMe(at=(6, 7, 8), r=10)`, for example.
+        output: Of a vision-language model, what its tower gives to the language model: "grid", a token for every patch,
+            so that the tower alone is cheaper; or "tokens", those that are kept, so that the language model is, too.
+            None is "grid", or for what is loaded what it was saved with.
         **changes: Options to change in what is loaded: `reduce_(model, "pretrained", keep=0.7)`.
 
     Returns:
@@ -41,13 +46,13 @@ def reduce_(model: Model, config: Config | Plan | str | Path, *more: Config, **c
             raise UsageError(
                 f"{config!r}: a method's name; expected its config, tntprune.{all_methods()[config].__name__}()"
             )
-        return load_(model, config, *more, **changes)
+        return load_(model, config, *more, output=output, **changes)
     if changes and isinstance(config, Config):
         raise UsageError(
             f"{min(changes)}: options go into the config, as in {type(config).__name__}({min(changes)}=...)"
         )
     before = reduction_of(model) if is_reduced(model) else None
-    attach(model, config, *more)
+    attach(model, config, *more, output=output)
     if before is not None and before.unsaved:
         warnings.warn(
             f"the scorers that {before.config.method} learned are lost, because its reduction was replaced; to keep "

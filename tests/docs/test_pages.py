@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import tntprune
+import vlm_models
 from hf_models import DINO, WORDS, make, transformers
 from tntprune.backbones.base import FAMILIES, adapters_of
 from tntprune.cli.commands import COMMANDS
@@ -35,7 +36,7 @@ BLOCKS = {name: BLOCK.findall(text) for name, text in PAGES.items()}
 EXTRAS = re.search(r"\[project.optional-dependencies\]\n(.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.DOTALL)[1]
 LIGHT = {  # pages whose Python runs in seconds; the others' blocks, and all commands, run in the wide tests
     "docs/guides/write-a-method.md", "docs/guides/choose-method.md", "docs/concepts/macs.md", "docs/index.md",
-    "docs/guides/hugging-face.md",
+    "docs/guides/hugging-face.md", "docs/guides/vision-language.md",
 }  # fmt: skip
 SHORT = {  # of the commands that would take long: they run as they stand, with these behind them
     "train": ["--epochs", "1"], "search": ["--photos", "8", "--moves", "1", "--minutes", "0.1"],
@@ -133,10 +134,16 @@ def place(tmp_path, monkeypatch):
     for name, made in {
         "AutoModelForImageClassification": lambda: make("deit_classifier"), "CLIPModel": lambda: make("clip"),
         "AutoBackbone": lambda **options: transformers.Dinov2Backbone(transformers.Dinov2Config(**small, **options)),
+        "LlavaForConditionalGeneration": lambda: vlm_models.make("llava"), "AutoProcessor": lambda: processed,
     }.items():  # fmt: skip
         kind = getattr(transformers, name)
         monkeypatch.setattr(kind, "from_pretrained", Auto(kind.from_pretrained, made))
     return tmp_path
+
+
+def processed(images, text, return_tensors):
+    """What a processor gives."""
+    return vlm_models.prompts("llava", None, [[1, None, *range(3, 3 + len(text.split()))]])
 
 
 def sized(size):
@@ -160,7 +167,12 @@ def likeness(model):
 
 def scope(page):
     size = 32 if page.endswith("hugging-face.md") else 224
-    found = {"images": torch.randn(2, 3, size, size), "words": WORDS, "tntprune": tntprune}
+    found = {
+        "images": torch.randn(2, 3, size, size),
+        "words": WORDS,
+        "tntprune": tntprune,
+        "photo": Image.new("RGB", (32, 32)),
+    }
     if page.endswith("data.md"):
         found["model"] = timm.create_model("vit_tiny_patch16_224")
     return found

@@ -51,6 +51,8 @@ def features(
     if isinstance(tower, Reduced):
         tokens: Tokens = tower.final(tower.walk(images, follow=True))
     else:
-        tokens = backbone.answer(model, images).tokens
+        found = find_backbone(tower).answer(tower, images).tokens
+        assert found is not None  # of a tower
+        tokens = found
     found = fill(tokens, grid)
     return (found, tokens.x[:, : tokens.prefix]) if return_prefix_tokens else found

@@ -15,7 +15,7 @@ from torch import nn
 
 from tntprune.backbones.attach import is_reduced, reduction_of
 from tntprune.backbones.base import Costs, find_backbone, tower_of
-from tntprune.errors import UserError
+from tntprune.errors import UsageError, UserError
 from tntprune.methods.steps import Counts, counts
 from tntprune.system.units import unit_of
 
@@ -48,18 +48,101 @@ class Macs:
         return "\n".join(lines)
 
 
-def macs(model: nn.Module, img_size: tuple[int, int] | None = None) -> Macs:
+@dataclass(frozen=True)
+class PromptMacs(Macs):
+    """Of a vision-language model: `macs` are those of a prompt with one image up to the first word of the answer.
+
+    `tokens`, `per_block` and the like are its tower's. Attention is counted in full, as if it were not causal.
+    """
+
+    text: int = 0  # tokens of text in the prompt
+    visual: int = 0  # visual tokens that the language model gets
+    base_visual: int = 0  # of the unpruned model; the same of each that follows
+    tower: int = 0
+    base_tower: int = 0
+    projector: int = 0
+    prefill: int = 0  # the language model, and its head for one token
+    base_prefill: int = 0
+    decode: int = 0  # one more word of the answer
+    base_decode: int = 0
+    cache: int = 0  # bytes that the keys and values of the prompt take
+    base_cache: int = 0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{human(self.macs)} instead of {human(self.base_macs)}, with {self.text} tokens of text",
+            f"  visual tokens: {self.visual} instead of {self.base_visual}",
+            f"  tower: {human(self.tower)} instead of {human(self.base_tower)}; projector: {human(self.projector)}",
+            f"  prefill: {human(self.prefill)} instead of {human(self.base_prefill)}",
+            f"  each further word: {human(self.decode)} instead of {human(self.base_decode)}",
+            f"  cache: {self.cache / 2**20:.1f} MiB instead of {self.base_cache / 2**20:.1f} MiB",
+        ]
+        return "\n".join(lines)
+
+
+def human(count: int) -> str:
+    """Return a number of multiply-accumulates with a unit that suits it."""
+    scale, unit = unit_of(count)
+    return f"{count / scale:.2f} {unit}"
+
+
+TEXT = 64  # tokens of text in a prompt, if nothing else is said
+
+
+def macs(model: nn.Module, img_size: tuple[int, int] | None = None, text: int | None = None) -> Macs:
     """Count the multiply-accumulates of a model, reduced or not.
 
     Args:
         model: A supported model; it is not changed.
         img_size: Rows and columns of pixels, if not the model's own size. Only of timm's models.
+        text: Of a vision-language model, the tokens of text in its prompt; None is `TEXT`.
+
+    Returns:
+        Of a vision-language model a `PromptMacs`, for one image of its tower's size: tower, projector, prefill, each
+        further word, and the memory of the cache.
 
     Raises:
         UserError: the model is not supported, or cannot be given another image size.
+        UsageError: `text` is given of a model that reads none, or below 0.
     """
+    prompts = find_backbone(model).prompts
+    if text is not None and not (prompts and text >= 0):
+        raise UsageError(f"text={text} of {type(model).__name__}; expected 0 or more, of a vision-language model")
     if img_size is not None:
         return macs(_at_size(model, img_size))
+    found = _image_macs(model)
+    return _prompt_macs(model, found, TEXT if text is None else text) if prompts else found
+
+
+def _prompt_macs(model: nn.Module, tower: Macs, text: int) -> PromptMacs:
+    """Add to what a tower costs what follows it."""
+    backbone, method = find_backbone(model), reduction_of(model) if is_reduced(model) else None
+    words, shape = backbone.word_costs(model), backbone.layout(model)
+    visual = words.visual
+    if method is not None and method.output == "tokens":
+        steps = [s for s in method.steps(shape.patches) if s.place.block <= backbone.last_read(model)]
+        visual -= shape.patches - counts(steps, shape.patches, shape.depth).last
+
+    def prefill(visual: int) -> int:
+        length = text + visual
+        return length * words.token + length**2 * words.pair + words.head
+
+    def decode(visual: int) -> int:
+        return words.token + (text + visual + 1) * words.pair + words.head
+
+    own, base = prefill(visual), prefill(words.visual)
+    total, base_total = (one + words.projector for one in (tower.macs + own, tower.base_macs + base))
+    about = {**vars(tower), "macs": total, "base_macs": base_total}
+    return PromptMacs(
+        **about, text=text, visual=visual, base_visual=words.visual, tower=tower.macs, base_tower=tower.base_macs,
+        projector=words.projector, prefill=own, base_prefill=base, decode=decode(visual),
+        base_decode=decode(words.visual), cache=words.cache * (text + visual),
+        base_cache=words.cache * (text + words.visual),
+    )  # fmt: skip
+
+
+def _image_macs(model: nn.Module) -> Macs:
+    """Count what an image costs; of a vision-language model, in its tower."""
     backbone = find_backbone(model)
     layout, costs = backbone.layout(model), backbone.costs(model)
     method = reduction_of(model) if is_reduced(model) else None

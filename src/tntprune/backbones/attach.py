@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tntprune.backbones.base import find_backbone, refuse_wrapper, tower_of
+from tntprune.backbones.base import Backbone, find_backbone, refuse_wrapper, tower_of
 from tntprune.backbones.reduced import Reduced
 from tntprune.backbones.swapping import (
     forget_replaced,
@@ -25,15 +25,17 @@ from tntprune.methods import Combination, Config, implementation, obstacle_to
 from tntprune.methods.base import Method
 
 Model = TypeVar("Model", bound=nn.Module)
+HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # the attributes that keep a module's hooks
 
 
-def attach(model: Model, config: Config, *more: Config) -> Model:
+def attach(model: Model, config: Config, *more: Config, output: str | None = None) -> Model:
     """Put a reduction on a model, in place, instead of the one that may be there.
 
     Args:
         model: A supported model.
         config: What to do.
         *more: Further reductions at places of their own.
+        output: What the tower of a larger model gives to what follows, see `Backbone.outputs`; None is its default.
 
     Returns:
         The same model.
@@ -54,15 +56,53 @@ def attach(model: Model, config: Config, *more: Config) -> Model:
             raise UserError(f"{part.method} cannot be applied here: {reason}")
     if reason := obstacle_in(model, backbone):
         raise UserError(f"this {type(model).__name__} cannot be reduced: {reason}")
+    output = _output(model, backbone, output)
     if more:
         config = Combination(parts=given)
     kind = implementation(type(config))
     with torch.inference_mode(False):  # or its parameters could never be trained
         method = kind(config, layout).train(tower.training)
+        method.output = output
+        _check_read(model, backbone, method)
         method.settle()
         tower.reduction = method.to(running_device(tower))
     swap(model, backbone)
     return model
+
+
+def _output(model: nn.Module, backbone: Backbone, output: str | None) -> str:
+    """Return what the tower is to give to what follows; "" where there is no choice.
+
+    Raises:
+        UsageError: the model cannot be given what was asked for, and why.
+    """
+    choices = backbone.outputs(model)
+    usable = [name for name, reason in choices.items() if not reason]
+    if output is None:
+        return usable[0] if usable else ""
+    if output not in choices:
+        wanted = f"expected {' or '.join(map(repr, usable))}" if usable else "expected a whole vision-language model"
+        raise UsageError(f"output={output!r} of {type(model).__name__}; {wanted}")
+    if choices[output]:
+        raise UsageError(
+            f"output={output!r} of {type(model).__name__}: {choices[output]}; expected {' or '.join(map(repr, usable))}"
+        )
+    return output
+
+
+def _check_read(model: nn.Module, backbone: Backbone, method: Method) -> None:
+    """Refuse to drop tokens only after the last block that anybody reads.
+
+    Raises:
+        UsageError: a location is behind it.
+    """
+    last, steps = backbone.last_read(model), method.steps(method.layout.patches)
+    if steps and steps[0].place.block > last:
+        raise UsageError(
+            f"at={steps[0].place.block}: {type(model).__name__} reads the tokens that leave block {last} of the "
+            f"{method.layout.depth} of its vision tower, so that nothing sees what goes later; expected a location up "
+            f"to {last}"
+        )
 
 
 def detach(model: Model) -> Model:
@@ -99,6 +139,8 @@ def twin_of(model: Model) -> Model:
             return module
         twin = copy.copy(module)
         twin._modules = {**module._modules, **inner}
+        for name in HOOKS:  # what is hung on the one, by transformers for a start, is not hung on the other
+            setattr(twin, name, copy.copy(getattr(module, name)))
         twin.__dict__.pop("traces", None)  # nobody records it
         forget_replaced(twin)
         return twin

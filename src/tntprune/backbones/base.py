@@ -12,14 +12,18 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from tntprune.backbones.prompts import Prompts
 from tntprune.errors import UserError
 from tntprune.methods.base import Layout
 from tntprune.ops.tokens import Tokens
 
 FAMILIES = {  # the files of this folder, by the package of their models
     "timm": ("timm.vit", "timm.eva", "timm.beit"),
-    "transformers": ("hf.vit", "hf.beit", "hf.dinov2", "hf.dinov3", "hf.clip", "hf.siglip", "hf.siglip2", "hf.aimv2"),
-}
+    "transformers": (
+        "hf.vit", "hf.beit", "hf.dinov2", "hf.dinov3", "hf.clip", "hf.siglip", "hf.siglip2", "hf.aimv2",
+        "hf.idefics3", "hf.internvl", "hf.vlm",
+    ),
+}  # fmt: skip
 
 
 class BlockCost(NamedTuple):
@@ -48,18 +52,38 @@ class Costs(NamedTuple):
     head: int
 
 
+class WordCosts(NamedTuple):
+    """What follows the tower of a vision-language model costs, in multiply-accumulates if nothing else is said.
+
+    Args:
+        visual: Visual tokens of one image of the tower's own size, as the language model gets them.
+        projector: For one image.
+        token: Of all blocks of the language model, for each token.
+        pair: Of their attention, for each pair of tokens.
+        head: Of the head for the next token, once.
+        cache: Bytes in the cache for each token.
+    """
+
+    visual: int
+    projector: int
+    token: int
+    pair: int
+    head: int
+    cache: int
+
+
 class Answer(NamedTuple):
     """What a model says of a batch.
 
     Args:
-        logits: (B, classes), as the model gives them.
+        logits: (B, classes), as the model gives them; of the next token of a prompt, (tokens, vocabulary).
         ce_logits: Those that cross-entropy is taken of in training: the CLS head's alone on distilled models.
-        tokens: As they leave the last norm.
+        tokens: As they leave the last norm; None of a model that answers prompts.
     """
 
     logits: torch.Tensor
     ce_logits: torch.Tensor
-    tokens: Tokens
+    tokens: Tokens | None
 
 
 class Backbone(ABC):
@@ -70,11 +94,13 @@ class Backbone(ABC):
             has to do something differently too.
         opened: Each class of a block and of an attention, to the static subclass in which a reduction can act.
         holders: Classes of models that have such a one inside, to the dotted name under which it is there.
+        prompts: Whether its models answer prompts with images, `Prompts`, and not images alone.
     """
 
     swaps: ClassVar[dict[type[nn.Module], type[nn.Module]]]
     opened: ClassVar[dict[type[nn.Module], type[nn.Module]]]
     holders: ClassVar[dict[type[nn.Module], str]] = {}
+    prompts: ClassVar[bool] = False
 
     def knows(self, model: nn.Module) -> bool:
         """Return whether this adapter is for such a model, reduced or not."""
@@ -91,6 +117,23 @@ class Backbone(ABC):
         """Return the module whose tokens are reduced: the model itself, or the part of it that sees the images."""
         inside = next((path for kind, path in self.holders.items() if isinstance(model, kind)), None)
         return model if inside is None else model.get_submodule(inside)
+
+    def around(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules outside of the tower whose classes a reduction swaps."""
+        return [model]
+
+    def outputs(self, model: nn.Module) -> dict[str, str]:
+        """Return what the tower can give to what follows in a larger model, the default first, and why not the rest.
+
+        "grid" is a token for every patch, where the dropped ones are filled as in `tntprune.features`; "tokens" is no
+        more than what was kept. Each is given with the reason why it is not supported, "" where it is. A model that has
+        no choice has none.
+        """
+        return {}
+
+    def last_read(self, model: nn.Module) -> int:
+        """Return the last block whose tokens are read by what follows."""
+        return self.layout(model).depth
 
     def classes(self, model: nn.Module) -> int:
         """Return how many classes the model tells apart; 0 where it gives an embedding instead."""
@@ -113,19 +156,23 @@ class Backbone(ABC):
     def costs(self, model: nn.Module) -> Costs:
         """Return what its parts cost."""
 
+    def word_costs(self, model: nn.Module) -> WordCosts:
+        """Return what follows the tower of a model that answers prompts."""
+        raise NotImplementedError
+
     def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         """Run a model, reduced or not: images to logits (B, classes), or without classes to embeddings (B, D)."""
         return model(images)  # type: ignore[no-any-return]
 
     @abstractmethod
-    def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
+    def answer(self, model: nn.Module, images: torch.Tensor | Prompts) -> Answer:
         """Everything that training looks at, of a model that is reduced or not."""
 
     @abstractmethod
     def judge(self, model: nn.Module, tokens: Tokens) -> Answer:
         """Return the answer to the tokens that leave the last block of a reduced model."""
 
-    def check_images(self, model: nn.Module, images: torch.Tensor) -> None:
+    def check_images(self, model: nn.Module, images: torch.Tensor | Prompts) -> None:
         """Refuse images that the forward pass of a model, reduced or not, does not take.
 
         Args:

@@ -119,7 +119,8 @@ class Reduced:
             UserNote: the state dict is that of a model that tntprune does not know.
         """
         inside = [name for name in prefix.split(".") if name not in ("", "module", "_orig_mod")]
-        if inside and ".".join(inside) not in holder_names(self):  # type: ignore[arg-type]
+        known = self.reduction.output or ".".join(inside) in holder_names(self)  # type: ignore[arg-type]
+        if inside and not known:
             warnings.warn(
                 f"a model is saved that holds a reduced one ({'.'.join(inside)}): the reduction's config is not in its "
                 "state dict; save it too, with tntprune.save(the reduced model, folder)",

@@ -32,7 +32,9 @@ def parts_of(model: nn.Module, backbone: Backbone) -> Iterator[nn.Module]:
     """Yield the modules whose classes a reduction swaps, in no particular order and each once."""
     tower = backbone.tower(model)
     kinds = {*backbone.opened, *backbone.opened.values()}
-    yield from dict.fromkeys([model, tower, *(part for part in tower.modules() if kind_of(part) in kinds)])
+    yield from dict.fromkeys(
+        [*backbone.around(model), tower, *(part for part in tower.modules() if kind_of(part) in kinds)]
+    )
 
 
 def turn(module: Any, kind: type[nn.Module]) -> None:

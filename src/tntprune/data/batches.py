@@ -10,12 +10,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from tntprune.backbones.prompts import Prompts
 from tntprune.data.loading import Photos, Sent, load
 from tntprune.data.mixing import Mixer, check_even
 from tntprune.data.streams import Stream
 from tntprune.errors import UsageError, UserError
 
-Pair = tuple[torch.Tensor, torch.Tensor | None]
+Pair = tuple[torch.Tensor | Prompts, torch.Tensor | None]
 T = TypeVar("T")
 
 
@@ -184,10 +185,15 @@ class PhotoSource:
 
 
 class LoaderSource:
-    """The user's own loader, gone through again and again; see `pair_in` for what it may give."""
+    """The user's own loader, gone through again and again.
 
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
+    Args:
+        loader: Of batches; see `pair_in`.
+        prompts: Whether they are prompts with images.
+    """
+
+    def __init__(self, loader: Iterable[Any], prompts: bool = False) -> None:
+        self.loader, self.prompts = loader, prompts
         try:
             self.per_epoch = len(loader)  # type: ignore[arg-type]
         except TypeError:
@@ -210,7 +216,7 @@ class LoaderSource:
         while step < last:
             before = step
             for item in self.loader:
-                images, labels = pair_in(item)
+                images, labels = pair_in(item, self.prompts)
                 if first <= step < last:
                     yield images, labels
                 step += 1
@@ -220,10 +226,17 @@ class LoaderSource:
                 raise UserError(f"the loader gave nothing after {step} batches; expected one that can be used again")
 
 
-def pair_in(item: Any) -> Pair:
+def pair_in(item: Any, prompts: bool = False) -> Pair:
     """Take the images and labels out of what a loader gives: images, (images, labels), or `pixel_values` and `labels`
-    by name, as transformers has them. Anything else is a UserError.
+    by name, as transformers has them; or, where they are `prompts`, tensors by name. Anything else is a UserError.
     """
+    if prompts:
+        if not isinstance(item, Mapping) or not all(isinstance(value, torch.Tensor) for value in item.values()):
+            raise UserError(
+                f"the loader gives a {type(item).__name__}; expected tensors by name, as the model's processor makes "
+                'them with return_tensors="pt"'
+            )
+        return Prompts({name: value for name, value in item.items() if name != "labels"}), None
     images, labels = (*item, None, None)[:2] if isinstance(item, list | tuple) else (item, None)
     if isinstance(item, Mapping):
         images, labels = item.get("pixel_values", item), item.get("labels")

@@ -72,6 +72,7 @@ class Method(nn.Module):
     calibrated: bool = True  # whether its parameters were trained or loaded
     unsaved: bool = False  # whether they were trained and not saved since
     warned: bool = False  # whether `warn_uncalibrated` has been called in a forward pass
+    output: str = ""  # what the tower of a larger model gives to what follows; see `Backbone.outputs`
 
     def __init__(self, config: Config, layout: Layout) -> None:
         super().__init__()

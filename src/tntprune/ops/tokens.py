@@ -200,12 +200,7 @@ def spread(tokens: Tokens, grid: tuple[int, int]) -> torch.Tensor:
         tokens: n patch tokens.
         grid: Rows and columns, N places in all.
     """
-    batch, count = tokens.index.shape
-    total = grid[0] * grid[1]
-    there = tokens.index >= 0 if tokens.size is None else (tokens.index >= 0) & (tokens.size > 0)
-    position = torch.arange(count, device=tokens.index.device).expand(batch, -1)
-    own = tokens.index.new_full((batch, total + 1), -1)  # one place more, for those that have none
-    own = own.scatter(1, torch.where(there, tokens.index, total), position)[:, :total]  # (B, N)
+    there, own = _standing(tokens, grid[0] * grid[1])
     near = nearest_kept(own >= 0, grid)
     carrier = own.gather(1, near)
     if tokens.carrier is not None:
@@ -213,6 +208,26 @@ def spread(tokens: Tokens, grid: tuple[int, int]) -> torch.Tensor:
         carrier = torch.where((tokens.carrier >= 0) & there.gather(1, told), told, carrier)
     filled = pick(tokens.x, carrier.clamp(min=0) + tokens.prefix)  # (B, N, D)
     return filled if tokens.size is None else torch.where(there.any(1)[:, None, None], filled, 0)
+
+
+def lay(tokens: Tokens, grid: tuple[int, int]) -> torch.Tensor:
+    """Every token at its own place of the grid, and NaN at the places where there is none; (B, N, D), row by row.
+
+    Args:
+        tokens: n patch tokens.
+        grid: Rows and columns, N places in all.
+    """
+    _, own = _standing(tokens, grid[0] * grid[1])
+    return torch.where((own >= 0)[:, :, None], pick(tokens.x, own.clamp(min=0) + tokens.prefix), torch.nan)
+
+
+def _standing(tokens: Tokens, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which patch tokens have a place, (B, n), and of each place of the grid the token there or -1, (B, N)."""
+    batch, count = tokens.index.shape
+    there = tokens.index >= 0 if tokens.size is None else (tokens.index >= 0) & (tokens.size > 0)
+    position = torch.arange(count, device=tokens.index.device).expand(batch, -1)
+    own = tokens.index.new_full((batch, total + 1), -1)  # one place more, for those that have none
+    return there, own.scatter(1, torch.where(there, tokens.index, total), position)[:, :total]
 
 
 def nearest_kept(kept: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:

@@ -67,6 +67,8 @@ def save(
         "model": json.dumps(identity(model)),
         "backbone": json.dumps({"embed_dim": method.layout.embed_dim, "depth": method.layout.depth}),
     }
+    if method.output:
+        about["output"] = method.output
     if not method.calibrated:
         about["calibrated"] = "no"
         method.warn_uncalibrated()
@@ -130,7 +132,14 @@ def save_weights(model: nn.Module, folder: str | Path, made_by: str = "") -> Pat
     return path
 
 
-def load_(model: Model, source: str | Path | Plan, *more: Config, revision: str | None = None, **changes: Any) -> Model:
+def load_(
+    model: Model,
+    source: str | Path | Plan,
+    *more: Config,
+    revision: str | None = None,
+    output: str | None = None,
+    **changes: Any,
+) -> Model:
     """Put a saved reduction on a model, in place.
 
     Where the model was trained together with its reduction, its weights are replaced too.
@@ -142,6 +151,7 @@ def load_(model: Model, source: str | Path | Plan, *more: Config, revision: str 
             with the library; a folder of that name is "./pretrained".
         *more: Further reductions, at places of their own, that need no training: see `reduce_`.
         revision: Of the repository: a branch, a tag or a commit.
+        output: As for `reduce_`; None is what it was saved with.
         **changes: Options to change, such as `at=3, keep=0.5, similar=25`.
 
     Returns:
@@ -186,7 +196,7 @@ def load_(model: Model, source: str | Path | Plan, *more: Config, revision: str 
     tuned = None if saved.weights is None else _tuned(saved, saved.weights, source, model)
     if tuned is None:
         warn_of_others(path, base_of(model), saved.model)
-    own: Any = reduction_of(attach(model, config, *more))
+    own: Any = reduction_of(attach(model, config, *more, output=output or saved.output or None))
     inherit(own.parts[0] if more and not isinstance(config, Combination) else own, saved.learned)
     own.set_calibrated(saved.calibrated)
     if tuned is not None:
@@ -233,7 +243,7 @@ def read(source: str | Path, model: nn.Module | None = None, revision: str | Non
     return SavedReduction(
         from_dict(config), tensors, backbone, parsed(about.get("model", "")) or {},
         path.parent / WEIGHTS if about.get("weights") else None, about.get("made_by", ""),
-        calibrated=about.get("calibrated") != "no", path=path,
+        output=about.get("output", ""), calibrated=about.get("calibrated") != "no", path=path,
     )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ class SavedReduction:
     model: dict[str, Any]  # whose it is; see `fingerprint.identity`
     weights: Path | None = None  # the model's own, where they were trained with the reduction
     made_by: str = ""  # how it was made; the library's own notes are JSON
+    output: str = field(default="", kw_only=True)  # of a tower to what follows; see `Backbone.outputs`
     calibrated: bool = field(default=True, kw_only=True)
     path: Path = field(default=Path("the plan"), kw_only=True)  # of the file that it was read from
 

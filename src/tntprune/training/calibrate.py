@@ -134,7 +134,9 @@ def calibrate_(
     Args:
         model: A reduced model.
         data: Images (n, C, H, W), normalised as the model wants them; or a DataLoader of images or of (images,
-            labels); or a folder of photos, with a subfolder a class if it is trained against labels.
+            labels); or a folder of photos, with a subfolder a class if it is trained against labels. For a
+            vision-language model a DataLoader or a list of batches as its processor makes them: it is trained to tell
+            the next token as the unpruned model does, wherever text follows an image.
         labels: (n,), with a tensor of images. Only training against labels needs them.
         progress: Show a bar.
         workers: Processes that read photos from a folder.
@@ -155,7 +157,10 @@ def calibrate_(
     source: Source
     if labels is not None and not isinstance(data, torch.Tensor):
         raise UsageError("labels go with a tensor of images; a loader gives its own, and a folder's are its subfolders")
-    classes = find_backbone(model).classes(model)
+    backbone = find_backbone(model)
+    classes = backbone.classes(model)
+    if backbone.prompts and isinstance(data, torch.Tensor | str | Path):
+        backbone.check_images(model, data)  # type: ignore[arg-type]  # which says what is missing
     if labels is not None and classes and not bool(((labels >= 0) & (labels < classes)).all()):
         raise UserError(f"labels from {labels.min()} to {labels.max()}; the model has classes 0 to {classes - 1}")
     if isinstance(data, torch.Tensor):
@@ -164,6 +169,6 @@ def calibrate_(
         labelled = weights_of(model, options)[0] > 0
         source = photo_source(model, data, Recipe(reduction_of(model).config, options), labelled, workers)
     else:
-        source = LoaderSource(data)
+        source = LoaderSource(data, backbone.prompts)
     fit(model, source, options, progress=progress)
     return model

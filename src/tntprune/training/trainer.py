@@ -16,6 +16,7 @@ from torch import nn
 
 from tntprune.backbones.attach import base_of, device_of, reduction_of
 from tntprune.backbones.base import Answer, find_backbone, tower_of
+from tntprune.backbones.prompts import Prompts
 from tntprune.backbones.swapping import refuse_sharded
 from tntprune.data.batches import Pair, Share
 from tntprune.errors import UsageError, UserError
@@ -82,7 +83,7 @@ class Trainer:
         self.base: nn.Module | None = None
         if tunes and self.judges:  # it stays as it was; of a frozen model the first blocks are run once for both
             self.base = copy.deepcopy(base_of(model)).requires_grad_(False).eval()
-        elif self.judges and training.drop_path:
+        elif self.judges and (training.drop_path or self.backbone.prompts):
             self.base = base_of(model)  # shares the blocks, from which nothing is dropped when it is asked
         self.twice = not tunes and self.base is None
         layout = self.backbone.layout(model)  # as it is now: the pooling may be another one than when it was reduced
@@ -201,9 +202,10 @@ class Trainer:
         step = f"step {number + 1}: the loss or a gradient is not finite"
         for images, _ in parts:
             own = images.to(self.device)
-            bad = int((~own.flatten(1).isfinite().all(1)).sum())
+            pixels = own["pixel_values"] if isinstance(own, Prompts) else own
+            bad = int((~pixels.flatten(1).isfinite().all(1)).sum())
             if bad:
-                return f"{step}: {bad} of {len(images)} images hold NaN or infinity; expected finite pixels"
+                return f"{step}: {bad} of {len(pixels)} images hold NaN or infinity; expected finite pixels"
             teacher = base_of(self.model) if self.base is None else self.base
             if not self.backbone.answer(teacher, own).logits.isfinite().all():
                 return f"{step}, nor are the unpruned model's own answers; expected finite weights, normalised images"
@@ -214,7 +216,7 @@ class Trainer:
             return f"{step} before anything was learned; expected {noise}{half}"
         return f"{step}; try a smaller lr (--lr) than {self.rate:g}{half}"
 
-    def backward(self, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+    def backward(self, images: torch.Tensor | Prompts, labels: torch.Tensor | None) -> torch.Tensor:
         """Add the gradients of one part of a batch to those that are there; the loss is its share of the batch's."""
         images = images.to(self.device, non_blocking=True)
         if images.is_inference():  # autograd takes none that were made under inference_mode
@@ -238,7 +240,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def loss(self, images: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+    def loss(self, images: torch.Tensor | Prompts, labels: torch.Tensor | None) -> torch.Tensor:
         """Add up divergence from the unpruned model, cross-entropy to the labels, and what the method adds."""
         method = self.method
         teacher, answer = self.answers(images)
@@ -254,7 +256,12 @@ class Trainer:
             logits = answer.ce_logits.float()
             smoothing = self.training.label_smoothing if answers.ndim == 1 else 0.0  # mixed labels are smooth already
             losses.append(self.ce * F.cross_entropy(logits, answers, label_smoothing=smoothing))
-        if not self.training.unfreeze:
+        if method.penalises and not self.training.unfreeze:
+            if answer.tokens is None:
+                raise UserError(
+                    f"{method.config.method} adds a loss of its own to a classifier's; for a vision-language model "
+                    "expected a method without one, such as tnt"
+                )
             extra = method.penalty(answer.tokens, None if teacher is None else teacher.tokens)
             losses += [] if extra is None else [extra]
         return torch.stack(losses).sum()
@@ -268,7 +275,7 @@ class Trainer:
         target, own = teacher.log_softmax(1), student.log_softmax(1)
         return F.kl_div(own, target, reduction="batchmean", log_target=True)
 
-    def answers(self, images: torch.Tensor) -> tuple[Answer | None, Answer]:
+    def answers(self, images: torch.Tensor | Prompts) -> tuple[Answer | None, Answer]:
         """Return what the unpruned model says, if anyone wants to know, and what the reduced one says."""
         if self.twice:
             tower: Any = tower_of(self.model)

@@ -21,10 +21,10 @@ from tntprune.backbones.attach import base_of
 from tntprune.backbones.base import tower_of
 from tntprune.backbones.blocks import Inside, OpenBlock
 from tntprune.backbones.hf.anatomy import Anatomy, Parts
-from tntprune.backbones.reduced import Reduced
+from tntprune.backbones.reduced import Reduced, refuse_proxy
 from tntprune.errors import UserError
 from tntprune.ops.attention import Heads
-from tntprune.ops.tokens import Tokens
+from tntprune.ops.tokens import Tokens, lay, spread
 
 
 class OpenLayer(OpenBlock):
@@ -154,6 +154,7 @@ class ReducedTower(ReducedModel, Reduced):
 
     anatomy: ClassVar[Anatomy]
     output: ClassVar[Any] = BaseModelOutputWithPooling  # the class of what `forward` returns
+    masked: ClassVar[bool] = True  # whether its blocks take an attention mask after the tokens
     config: Any
     embeddings: Any
 
@@ -184,7 +185,8 @@ class ReducedTower(ReducedModel, Reduced):
         context: dict[str, Any] = {} if places is None else self.context(number, places, inside is not None)
         if inside is not None:
             return self.blocks[number - 1](x, inside=inside, **context)  # type: ignore[no-any-return]
-        return self.blocks[number - 1](x, context.pop("attention_mask", None), **context)  # type: ignore[no-any-return]
+        masks = (context.pop("attention_mask", None),) if self.masked else ()
+        return self.blocks[number - 1](x, *masks, **context)  # type: ignore[no-any-return]
 
     def pooled(self, tokens: Tokens) -> torch.Tensor | None:
         """Tokens that leave `final` to the `pooler_output`, (B, D)."""
@@ -210,17 +212,35 @@ class ReducedTower(ReducedModel, Reduced):
         Raises:
             UserError: something was asked for that a reduced model cannot do.
         """
+        refuse_proxy(pixel_values)
         wanted = self.check(masks, flags or {})
         states: list[torch.Tensor | None] = []
 
         def note(number: int, tokens: Tokens) -> None:
-            states.append(tokens.x if number in wanted else None)
+            states.append(self.shown(tokens, pixel_values) if number in wanted else None)
 
-        tokens = self.final_tokens(pixel_values, note if wanted else None, **options)
-        out = self.output(last_hidden_state=tokens.x, hidden_states=tuple(states) if wanted else None)
+        follow = bool(self.reduction.output)
+        tokens = self.walk(pixel_values, note if wanted else None, follow=follow, **options)
+        tokens = self.joined(self.final(tokens))
+        last = self.shown(tokens, pixel_values)
+        out = self.output(last_hidden_state=last, hidden_states=tuple(states) if wanted else None)
         if pools and "pooler_output" in self.output.__dataclass_fields__:
             out = self.output(**{**out, "pooler_output": self.pooled(tokens)})
         return tokens, out
+
+    def shown(self, tokens: Tokens, images: torch.Tensor) -> torch.Tensor:
+        """Return tokens as what follows the tower wants to have them.
+
+        Returns:
+            (B, prefix + n, D) as they are; or, inside a larger model, (B, prefix + N, D): one for each patch of the
+            images, where those that were dropped are filled, or are NaN for `output="tokens"`.
+        """
+        output = self.reduction.output
+        if not output:
+            return tokens.x
+        tokens, grid = self.reduction.unfold(tokens), self.grid(images)
+        laid = (spread if output == "grid" else lay)(tokens, grid)
+        return torch.cat([tokens.x[:, : tokens.prefix], laid], 1)
 
     def check(self, masks: tuple[Any, ...], flags: dict[str, Any]) -> range | set[int]:
         """Refuse what a reduced model cannot do; see `outputs`.

@@ -1,0 +1,167 @@
+"""Vision-language models small enough to run every test on each of them in seconds, and prompts for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+    VipLlavaConfig,
+    VipLlavaForConditionalGeneration,
+)
+
+IMAGE, PAD, WORDS = 98, 0, 99  # tokens, and how many there are
+VISION: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32,
+    "patch_size": 4,
+}  # fmt: skip
+TEXT: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 64, "vocab_size": WORDS, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": PAD,
+}  # fmt: skip
+TOKENS = {"image_token_id": IMAGE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD}
+
+
+def _clip() -> dict[str, Any]:
+    return {"vision_config": {"model_type": "clip_vision_model", **VISION}}
+
+
+def _siglip(**more: Any) -> dict[str, Any]:
+    return {"vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False, **VISION, **more}}
+
+
+def _llama() -> dict[str, Any]:
+    return {"text_config": {"model_type": "llama", **TEXT}}
+
+
+def _internvl() -> dict[str, Any]:
+    own = {**VISION, "image_size": [32, 32], "patch_size": [4, 4], "use_qk_norm": True, "layer_scale_init_value": 0.5}
+    return {"vision_config": {"model_type": "internvl_vision", **own}}
+
+
+def _idefics(kind: str) -> dict[str, Any]:
+    return {"vision_config": {"model_type": f"{kind}_vision", **VISION}, "scale_factor": 2}
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "llava": lambda: LlavaForConditionalGeneration(LlavaConfig(**_clip(), **_llama(), **TOKENS)),
+    "llava_siglip": lambda: LlavaForConditionalGeneration(
+        LlavaConfig(
+            **_siglip(), **_llama(), **TOKENS, vision_feature_select_strategy="full", vision_feature_layer=-1
+        )
+    ),
+    "paligemma": lambda: PaliGemmaForConditionalGeneration(
+        PaliGemmaConfig(
+            **_siglip(projection_dim=32), text_config={"model_type": "gemma", **TEXT}, projection_dim=32, **TOKENS
+        )
+    ),
+    "llava_next": lambda: LlavaNextForConditionalGeneration(
+        LlavaNextConfig(**_clip(), **_llama(), **TOKENS, image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]])
+    ),
+    "vipllava": lambda: VipLlavaForConditionalGeneration(
+        VipLlavaConfig(**_clip(), **_llama(), **TOKENS, vision_feature_layers=[-2, 2])
+    ),
+    "onevision": lambda: LlavaOnevisionForConditionalGeneration(
+        LlavaOnevisionConfig(
+            **_siglip(), text_config={"model_type": "qwen2", **TEXT}, **TOKENS,
+            image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]],
+        )
+    ),
+    "gemma3": lambda: Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            **_siglip(), text_config={"model_type": "gemma3_text", **TEXT, "sliding_window": 64},
+            mm_tokens_per_image=16, **TOKENS,
+        )
+    ),
+    "internvl": lambda: InternVLForConditionalGeneration(InternVLConfig(**_internvl(), **_llama(), **TOKENS)),
+    "idefics3": lambda: Idefics3ForConditionalGeneration(
+        Idefics3Config(**_idefics("idefics3"), **_llama(), **TOKENS)
+    ),
+    "smolvlm": lambda: SmolVLMForConditionalGeneration(SmolVLMConfig(**_idefics("smolvlm"), **_llama(), **TOKENS)),
+}  # fmt: skip
+SHORTENED = ("llava", "llava_siglip", "paligemma", "llava_next", "vipllava")  # those that take output="tokens"
+SIZES = torch.tensor([[60, 50]])  # of an image before it is cut into crops, rows and columns
+
+
+def make(kind: str, attention: str = "sdpa") -> Any:
+    """A random model in eval mode, the same at every call, with nothing at its initial zeros."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = KINDS[kind]()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.set_attn_implementation(attention)
+    return model.eval()
+
+
+def placeholders(kind: str, model: Any) -> int:
+    """Return how many image tokens one image has."""
+    if kind in ("llava_next", "onevision"):
+        images = pixels(kind, 1)
+        with torch.inference_mode():
+            return len(model.model.get_image_features(**images, return_dict=True).pooler_output[0])
+    return {"gemma3": 16, "internvl": 16, "idefics3": 16, "smolvlm": 16}.get(kind, 64)
+
+
+def pixels(kind: str, images: int) -> dict[str, torch.Tensor]:
+    """Random images, as the processor of such a model gives them."""
+    generator = torch.Generator().manual_seed(1)
+    if kind in ("llava_next", "onevision"):
+        crops = torch.randn(images, 5, 3, 32, 32, generator=generator)
+        return {"pixel_values": crops, "image_sizes": SIZES.expand(images, -1)}
+    values = torch.randn(images, 3, 32, 32, generator=generator)
+    return {"pixel_values": values[:, None] if kind in ("idefics3", "smolvlm") else values}
+
+
+def prompts(kind: str, model: Any, rows: list[list[int | None]], side: str = "left") -> dict[str, torch.Tensor]:
+    """A batch of prompts, padded on one side.
+
+    Args:
+        kind: Of the model.
+        model: Reduced or not.
+        rows: Of each prompt the tokens; None stands for an image.
+        side: "left" or "right".
+    """
+    count = placeholders(kind, model)
+    whole = [[t for one in row for t in ([IMAGE] * count if one is None else [one])] for row in rows]
+    length = max(map(len, whole))
+    ids = torch.full((len(rows), length), PAD)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(whole):
+        there = slice(length - len(row), length) if side == "left" else slice(0, len(row))
+        ids[number, there], mask[number, there] = torch.tensor(row), 1
+    found = {"input_ids": ids, "attention_mask": mask, **pixels(kind, sum(row.count(None) for row in rows))}
+    if kind in ("idefics3", "smolvlm"):  # images a row, the missing ones zero
+        values, most = found["pixel_values"][:, 0], max(row.count(None) for row in rows)
+        found["pixel_values"] = torch.zeros(len(rows), most, *values.shape[1:])
+        parts = values.split([row.count(None) for row in rows])
+        for number, part in enumerate(parts):
+            found["pixel_values"][number, : len(part)] = part
+    if kind == "paligemma":
+        found["token_type_ids"] = torch.zeros_like(ids)
+    if kind == "gemma3":
+        found["token_type_ids"] = (ids == IMAGE).long()
+    return found
+
+
+ONE = [[1, None, 7, 8, 9]]
+SEVERAL = [[1, None, 7, None, 8, 9], [1, None, 5], [1, 4, 6, 3]]  # images in several turns, one, and none
