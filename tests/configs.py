@@ -25,6 +25,8 @@ CONFIGS = {
     "tnt-only-similar": TNT(at=2, keep=0.9, similar=25),
     "tnt-embedding": TNT(at=0, tokens=9, noise_blocks=(0, 1), recipe="relative"),
     "tnt-merging": TNT(at=2, keep=0.5),
+    "tnt-attention": TNT(at=(1, 3), keep=0.7, score="attention"),
+    "tnt-both": TNT(at=2, keep=0.5, score="both", how="drop"),
     "tnt-merging-inside": TNT(at=(1, 2, 4), keep=(0.8, 0.7, 0.5), inside=True, metric="mean"),
     "topk": TopK(at=2, keep=0.5),
     "topk-after": TopK(at=(2, 3), keep=0.7, inside=False, rows="mean"),
@@ -47,6 +49,7 @@ SOME = ("random", "tnt-similar", "tnt-several", "tnt-similar-merge", "tnt-mergin
 EACH = (
     "tnt-similar-merge",
     "tnt-merging",
+    "tnt-attention",
     "tnt-merging-inside",
     "topk",
     "evit",

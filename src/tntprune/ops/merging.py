@@ -77,7 +77,7 @@ def fold(
     target: torch.Tensor,
     weight: torch.Tensor,
     share: torch.Tensor | None = None,
-    norm_correction: torch.Tensor | None = None,
+    norm_correction: torch.Tensor | float | None = None,
 ) -> Tokens:
     """Merge tokens into others, by their weighted mean. Gradients reach the tokens and all weights.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tntprune.methods.checks import as_tuple, check, check_flags, check_words, is_int, is_number
+from tntprune.methods.checks import as_tuple, check, check_flags, check_words, is_int, is_number, options
 from tntprune.methods.config import Config, option
 from tntprune.methods.steps import Place, Step, Turn
 
@@ -29,6 +29,12 @@ RECIPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+OF_TRAINING = (
+    "recipe", "scorer", "hidden", "noise_blocks", "noise_at", "capacity", "noise_scale", "stream_norm", "beta",
+    "score_norm", "objective", "prune_prob",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TNT(Config):
     """Training Noise Token pruning (the paper's section 3; the design's section on TNT).
@@ -38,7 +44,13 @@ class TNT(Config):
     at test time the tokens with the largest scores stay, or, where `how` says so, those that are relevant and unlike
     any more relevant one, with the others merged into them. An option left at None takes the recipe's value.
 
+    Without a training, `score="attention"` ranks by the attention that patch tokens receive.
+
     Args:
+        score: What ranks the tokens: the "learned" scorer; the "attention" of the CLS token to each, or of all tokens
+            where there is no CLS token, in the block at which tokens go (its logarithm, averaged over heads; nothing is
+            trained); or "both", the sum of the two, each standardised in its image (the scorer is trained as for
+            "learned").
         how: "drop" what does not stay, or "merge" it into the most similar token that stays. None: the recipe's, but
             "drop" where `similar` is given.
         inside: Act between a block's attention and its MLP, in training too, instead of after the block.
@@ -46,7 +58,8 @@ class TNT(Config):
             block's attention, which is cheaper.
         score_weight: Where tokens are merged, the most important stay. Importance is the distance from the most similar
             token of a higher score, 1 - cosine, times exp(score_weight * the score, standardised in its image), times
-            the number of patches that it stands for to the power of `size_weight`.
+            the number of patches that it stands for to the power of `size_weight`. None: 0.5, or 0.25 with
+            score="attention".
         size_weight: See `score_weight`.
         proportional: Merged tokens count in attention by their size, to a power that is learned for each block.
         similar: Tokens dropped for being similar to a kept one; 0 turns the step off. Where fewer can go (at most
@@ -84,10 +97,15 @@ class TNT(Config):
     renamed = {"rehearsal": "prune_prob", "relevance": "score_weight", "crowding": "size_weight"}  # noqa: RUF012
     renamed_parameters = {"weights": "merge_weights", "fades": "merge_gates", "lifts": "norm_corrections"}  # noqa: RUF012
 
+    score: Literal["learned", "attention", "both"] = option(
+        "learned", "rank by a trained scorer, by received attention (nothing is trained), or by both"
+    )
     how: Literal["drop", "merge"] | None = option(None, "drop tokens, or merge them into kept ones")
     inside: bool = option(False, "act between attention and MLP instead of after the block", learned=True)
     metric: Literal["x", "mean"] = option("x", "compare tokens, or the mean of the heads' keys")
-    score_weight: float = option(0.5, "weight of the score against likeness, when merging")
+    score_weight: float | None = option(
+        None, "weight of the score against likeness, when merging (0.5; 0.25 with --score attention)"
+    )
     size_weight: float = option(1.0, "weight of a token's size, when merging")
     proportional: bool = option(True, "weigh merged tokens in attention by their size")
     similar: int = option(0, "tokens removed for being similar to a kept one")
@@ -126,7 +144,7 @@ class TNT(Config):
         check(is_int(self.similar) and self.similar >= 0, f"similar={self.similar}: expected 0 or more tokens")
         check(is_int(self.order) and self.order >= 0, f"order={self.order}: expected a whole number, 0 or larger")
         check_words(
-            self, "how", "metric", "similar_at", "partition", "similar_how", "recipe", "scorer", "noise_at",
+            self, "score", "how", "metric", "similar_at", "partition", "similar_how", "recipe", "scorer", "noise_at",
             "noise_scale", "objective",
         )  # fmt: skip
         check(self.noise_blocks != (), "noise_blocks: none given; expected at least one block")
@@ -138,7 +156,11 @@ class TNT(Config):
         check_flags(self, "stream_norm", "score_norm", "inside", "proportional")
         for name in ("score_weight", "size_weight"):
             value = getattr(self, name)
-            check(is_number(value) and value >= 0, f"{name}={value}: expected a number, 0 or larger")
+            known = (name == "score_weight" and value is None) or (is_number(value) and value >= 0)
+            check(known, f"{name}={value}: expected a number, 0 or larger")
+        if not self.must_train:
+            given = [name for name in OF_TRAINING if getattr(self, name) != options(TNT)[name].default]
+            check(not given, f"{' '.join(given)}: score='attention' trains nothing; expected score='learned' or 'both'")
         none = (self.noise_scale or RECIPES[self.recipe]["noise_scale"]) == "image"  # which the mean alone can be
         least = self.beta is None or (is_number(self.beta) and (self.beta > 0 or (none and self.beta == 0)))
         check(
@@ -158,6 +180,8 @@ class TNT(Config):
             keys = self.merges and self.metric == "mean"
             check(not keys, "noise_blocks: 0 given; no block has been seen there; expected 1 and up, or metric='x'")
         if 0 in self.locations:
+            learned = self.score == "learned"
+            check(learned, "at=0: no block has been seen whose attention could rank; expected at=1 and up")
             check(self.metric == "x", "at=0: no block has been seen; expected at=1 and up, or metric='x'")
             check(not self.inside, "at=0: there is no block to act inside of; expected at=1 and up, or inside=False")
         share = is_number(self.capacity) and 0 < self.capacity <= 1  # type: ignore[operator]
@@ -168,13 +192,20 @@ class TNT(Config):
 
     @property
     def must_train(self) -> bool:
-        return True
+        return self.score != "attention"
+
+    @property
+    def weight_of_score(self) -> float:
+        """`score_weight`, decided where it was left open."""
+        return (0.5 if self.must_train else 0.25) if self.score_weight is None else self.score_weight
 
     @property
     def resolved(self) -> TNT:
         """The same config with every None that the recipe fills in filled in."""
         gaps = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
-        if not self.merges:
+        if not self.must_train:
+            gaps = {}
+        elif not self.merges:
             gaps["prune_prob"] = 0.0  # nothing is learned from dropping
         return replace(self, **{**gaps, "how": self.what, "similar_at": self.similar_when})
 
@@ -198,6 +229,16 @@ class TNT(Config):
         return self.what == "merge"
 
     def check_changes(self, changes: dict[str, Any], source: str) -> None:
+        score = changes.get("score", self.score)
+        check(
+            self.must_train or score == "attention",
+            f"score={score!r}: {source} ranks by attention and has no scorer; expected a training of TNT",
+        )
+        check(
+            not self.must_train or score != "attention",
+            f"score='attention': {source} was trained, which would be without effect; expected score='learned' or "
+            "'both', or tntprune.reduce_ without what was trained",
+        )
         check(
             not (self.merges and changes.get("similar") and changes.get("how") != "drop"),
             f"similar={changes.get('similar')}: {source} was trained to merge, which removes what is similar too; "
@@ -214,7 +255,7 @@ class TNT(Config):
 
     @property
     def reads(self) -> bool:
-        return self.merges and self.metric == "mean"
+        return self.score != "learned" or (self.merges and self.metric == "mean")
 
     @property
     def similar_when(self) -> Literal["score", "start"]:

@@ -25,6 +25,10 @@ from tntprune.ops.merging import choose, fold, standardised
 from tntprune.ops.similarity import halves, remove_similar
 from tntprune.ops.tokens import Tokens, order, size_bias, take
 
+RAREST = 1e-9  # attention below it counts as this much: its logarithm is a number
+INITIAL = {"merge_weights": 0.4, "merge_gates": 1.5, "norm_corrections": 1.4, "powers": 0.6}
+UNTRAINED = {**INITIAL, "merge_weights": 0.2}  # with score="attention", whose numbers are not learned
+
 
 class Scorer(nn.Module):
     """One number for each token: a linear layer, or an MLP with one hidden layer and GELU. Always in fp32.
@@ -53,7 +57,6 @@ def one_each(blocks: Sequence[int], value: float) -> nn.ParameterDict:
 class TrainingNoise(ScoringMethod):
     """TNT on one backbone: noise while the module is in training mode, and fewer tokens otherwise."""
 
-    trains = True
     config: TNT
 
     def __init__(self, config: TNT, layout: Layout) -> None:
@@ -61,7 +64,6 @@ class TrainingNoise(ScoringMethod):
         self.options = config.resolved
         self.merges = config.merges
         self.proportional = config.merges and config.proportional
-        self.ce, self.kl = (1.0, 0.0) if self.options.objective == "ce" else (0.0, 1.0)
         blocks = config.noisy(layout.depth)
         for block in blocks:
             if not (0 < block <= layout.depth if config.inside else block < layout.depth):
@@ -75,28 +77,32 @@ class TrainingNoise(ScoringMethod):
                     f"at={at}: no scorer there, because noise is learned at blocks {' '.join(map(str, blocks))}; "
                     f"expected one of these, or noise_blocks with {at} among them"
                 )
+        for step in self._steps:
+            if step.leaving < step.ranked:
+                self.register_buffer(f"order{step.ranked}", order(step.ranked, config.order), persistent=False)
+        self.trains = config.must_train
+        if not self.trains:
+            return
+        self.ce, self.kl = (1.0, 0.0) if self.options.objective == "ce" else (0.0, 1.0)
         self.learners = len(blocks)
         width = layout.embed_dim
         hidden = (config.hidden or 2 * width,) if config.scorer == "mlp" else ()
         generator = torch.Generator().manual_seed(0)
         self.scorers = nn.ModuleDict({str(block): Scorer((width, *hidden, 1), generator) for block in blocks})
-        for step in self._steps:
-            if step.leaving < step.ranked:
-                self.register_buffer(f"order{step.ranked}", order(step.ranked, config.order), persistent=False)
         if config.merges:
-            self.merge_weights = one_each(blocks, 0.4)  # of a score in means
-            self.merge_gates = one_each(
-                blocks, 1.5
-            )  # how fast tokens count less the less they are like what they go into
-            self.norm_corrections = one_each(blocks, 1.4)  # how far means are made as long as what they are of
-            self.powers = nn.Parameter(torch.full((layout.depth,), 0.6))  # of a size in each block's attention
+            self.merge_weights = one_each(blocks, INITIAL["merge_weights"])  # of a score in means
+            # How fast tokens count less the less they are like the token that they go into.
+            self.merge_gates = one_each(blocks, INITIAL["merge_gates"])
+            # How far means are made as long as the tokens that they are of.
+            self.norm_corrections = one_each(blocks, INITIAL["norm_corrections"])
+            self.powers = nn.Parameter(torch.full((layout.depth,), INITIAL["powers"]))  # of a size in attention
 
     def plan(self, patches: int) -> Plan:
         """Return in training where there is noise in this pass, or where tokens really go.
 
         Draws are made on the CPU, which no device has to wait for.
         """
-        return self.planned(self.training_steps(patches)) if self.training else super().plan(patches)
+        return self.planned(self.training_steps(patches)) if self.training and self.trains else super().plan(patches)
 
     def training_steps(self, patches: int) -> Sequence[Step]:
         """Draw the steps of a training pass. A step from which nothing goes is one with noise."""
@@ -133,15 +139,35 @@ class TrainingNoise(ScoringMethod):
         return steps
 
     def sees(self, step: Step) -> Literal["", "heads", "map"]:
-        return "heads" if self.config.reads and step.leaving < step.entering else ""
+        if not self.config.reads or step.leaving == step.entering:
+            return ""
+        return "heads" if self.config.score == "learned" or self.layout.cls else "map"
+
+    def number(self, name: str, block: int) -> torch.Tensor | float:
+        """Return one of the numbers that are learned for each block; the untrained one where nothing is learned."""
+        if not self.trains:
+            return UNTRAINED[name]
+        learned = self.powers[block - 1] if name == "powers" else getattr(self, name)[str(block)]
+        number: torch.Tensor = learned.float()
+        return number.clamp(min=0) if name in ("merge_gates", "norm_corrections") else number
 
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         if tokens.size is None or not self.proportional:
             return None
-        return size_bias(tokens, self.powers[block - 1].float())
+        return size_bias(tokens, self.number("powers", block))
 
     def score(self, tokens: Tokens, heads: Heads | None = None) -> torch.Tensor:
         """Return scores (B, n) in fp32 whatever the precision around them; relevance alpha is their softmax (Eq. 4)."""
+        if self.config.score == "learned" or (self.training and self.trains):
+            return self.learned_score(tokens)
+        assert heads is not None
+        attention = log_attention(heads, tokens.prefix, self.layout.cls)
+        if self.config.score == "attention":
+            return attention
+        return standardised(self.learned_score(tokens)) + standardised(attention)
+
+    def learned_score(self, tokens: Tokens) -> torch.Tensor:
+        """Return the scorer's score, (B, n) in fp32."""
         with torch.autocast(tokens.x.device.type, enabled=False):
             x = tokens.patches.float()
             if self.options.score_norm:
@@ -152,7 +178,7 @@ class TrainingNoise(ScoringMethod):
     def add_noise(self, tokens: Tokens) -> Tokens:
         """x_i + beta * s_i * (1 - min(1, c * alpha_i)) * eps_i on patch tokens (Eq. 5, generalised)."""
         options = self.options
-        alpha = self.score(tokens).softmax(1)  # (B, n)
+        alpha = self.learned_score(tokens).softmax(1)  # (B, n)
         noise = 1 - (self.capacity(tokens) * alpha).clamp(max=1)
         x = F.layer_norm(tokens.x, tokens.x.shape[-1:], eps=1e-6) if options.stream_norm else tokens.x
         prefix, patches = x[:, : tokens.prefix], x[:, tokens.prefix :]
@@ -183,7 +209,7 @@ class TrainingNoise(ScoringMethod):
         if self.merges:
             return self.merge(tokens, step, heads)
         if self.training or step.place.block in self.config.locations:
-            tokens = take(tokens, top(self.score(tokens), step.ranked))  # the best first
+            tokens = take(tokens, top(self.score(tokens, heads), step.ranked))  # the best first
         if step.leaving < step.ranked:
             groups = self.groups(step.ranked, tokens.x.device)
             tokens = remove_similar(tokens, step.ranked - step.leaving, groups, self.config.similar_how == "merge")
@@ -191,18 +217,18 @@ class TrainingNoise(ScoringMethod):
 
     def merge(self, tokens: Tokens, step: Step, heads: Heads | None) -> Tokens:
         """Return fewer tokens, each with what went folded in; in training, gradients reach all that is learned."""
-        score = standardised(self.score(tokens))
+        score = standardised(self.score(tokens, heads))
         compared = tokens.patches
         if self.config.metric == "mean":
             assert heads is not None
             compared = heads.key[:, :, tokens.prefix :].float().mean(1)  # (B, n, head_dim)
-        config, block = self.config, str(step.place.block)
+        config, block = self.config, step.place.block
         stay, go, target, likeness = choose(
-            score, compared, tokens.size, step.leaving, config.score_weight, config.size_weight
+            score, compared, tokens.size, step.leaving, config.weight_of_score, config.size_weight
         )
-        share = (self.merge_gates[block].float().clamp(min=0) * (likeness - 1)).exp()
-        weight = (self.merge_weights[block].float() * score).exp()
-        return fold(tokens, stay, go, target, weight, share, self.norm_corrections[block].float().clamp(min=0))
+        share = (self.number("merge_gates", block) * (likeness - 1)).exp()
+        weight = (self.number("merge_weights", block) * score).exp()
+        return fold(tokens, stay, go, target, weight, share, self.number("norm_corrections", block))
 
     def groups(self, count: int, device: torch.device) -> torch.Tensor:
         """Return the order (count,) whose first half is the group that loses tokens."""
@@ -212,8 +238,10 @@ class TrainingNoise(ScoringMethod):
         return order(count, self.config.order, device) if ready is None else ready
 
     def macs(self, step: Step) -> int:
-        cost = 0
-        if step.place.block in self.config.locations:
+        cost, scored = 0, step.place.block in self.config.locations
+        if scored and self.config.score != "learned" and self.layout.cls:  # else the map, which is there
+            cost += (step.entering + self.layout.prefix) * self.layout.attn_dim
+        if scored and self.trains:
             layers = self.scorers[str(step.place.block)].layers
             per_token = sum(layer.weight.numel() for layer in layers)  # type: ignore[union-attr]
             cost += step.entering * (per_token + 5 * self.layout.embed_dim * bool(self.options.score_norm))
@@ -228,9 +256,28 @@ class TrainingNoise(ScoringMethod):
 
     @classmethod
     def obstacle(cls, layout: Layout, config: TNT | None = None) -> str | None:  # type: ignore[override]
-        if layout.opens or config is None or not (config.merges or config.inside):
+        if layout.opens or config is None or not (config.merges or config.inside or config.reads):
             return None
-        wanted = {"inside": False, **({"metric": "x", "proportional": False} if config.merges else {})}
+        wanted = {
+            "score": "learned",
+            "inside": False,
+            **({"metric": "x", "proportional": False} if config.merges else {}),
+        }
         others = [f"{name}={value!r}" for name, value in wanted.items() if getattr(config, name) != value]
-        why = "its blocks cannot be opened to act inside them, to compare keys or to let sizes count in attention"
+        why = (
+            "its blocks cannot be opened to act inside them, to read attention, to compare keys or to let sizes count "
+            "in attention"
+        )
         return f"{why}; {', '.join(others)} would do" if others else None
+
+
+def log_attention(heads: Heads, prefix: int, cls: bool) -> torch.Tensor:
+    """Return the logarithm of the attention that patch tokens receive, (B, n) in fp32, of the mean over heads.
+
+    Args:
+        heads: Of the block, with its attention map where there is no CLS token.
+        prefix: Prefix tokens, whose columns are left out.
+        cls: Whether the first token is a CLS token, whose attention counts alone; else all tokens' mean.
+    """
+    rows = heads.rows(1) if cls else heads.map().float()
+    return rows.mean((1, 2))[:, prefix:].clamp(min=RAREST).log()
