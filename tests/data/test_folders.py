@@ -86,13 +86,20 @@ def test_plain_folders_are_numbered_by_name_where_there_is_one_for_each_class(fo
 @pytest.mark.parametrize("count", [1, 6, 8])
 def test_plain_folders_of_another_number_are_refused(folder, count):
     path = folder(*(f"class{i}/x.png" for i in range(count)))
-    refused(lambda: labelled_photos(path, SEVEN), str(path), "'class0'", "expected 7 class folders")
+    refused(
+        lambda: labelled_photos(path, SEVEN), str(path), "'class0'", f"{count} class folders", "the model has 7 classes"
+    )
 
 
 def test_a_class_folder_without_photos_is_missed(folder):
     path = folder(*(f"class{i}/x.png" for i in range(6)))
     (path / "class6").mkdir()
-    refused(lambda: labelled_photos(path, SEVEN), "expected 7 class folders")
+    refused(lambda: labelled_photos(path, SEVEN), "6 class folders", "the model has 7 classes")
+
+
+def test_a_folder_of_splits_is_told_from_class_folders(folder):
+    path = folder("train/ant/x.png", "val/ant/x.png")
+    refused(lambda: labelled_photos(path, SEVEN), "train and val are not class folders", f"expected {path / 'val'}")
 
 
 def test_an_unknown_class_is_refused_by_name(folder):

@@ -41,7 +41,7 @@ def test_one_and_several_locations_are_the_same_thing():
         ({"keep": math.nan}, "keep=nan"),
         ({"keep": math.inf}, "keep=inf"),
         ({"keep": True}, "keep=True"),
-        ({"keep": "half"}, "keep=half"),
+        ({"keep": "half"}, "keep='half'"),
         ({"at": 3, "keep": (0.5, 0.4)}, "2 values for 1 location"),
         ({"at": (3, 4, 5), "keep": (0.5, 0.4)}, "2 values for 3 location"),
         ({"at": -1}, "at=-1"),

@@ -160,7 +160,7 @@ def test_a_rate_that_is_given_is_the_models(photos, tmp_path):
 def test_classes_are_the_folders_unless_it_is_said_otherwise(photos, tmp_path, call):
     assert class_folders(photos / "train") == [f"colour{number}" for number in range(CLASSES)]
     code, found = call(*command(photos, tmp_path / "no", "--num-classes", 7, "--epochs", 1))
-    assert code == 1 and "expected 7 class folders, as many as the model has" in found["error"]
+    assert code == 1 and "but the model has 7 classes; expected one for each class" in found["error"]
     assert not (tmp_path / "no").exists()
 
 

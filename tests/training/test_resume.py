@@ -140,7 +140,7 @@ def test_the_command_refuses_other_pixels_and_another_file_of_weights(photos, tm
         fit(model, signalled(4, source=source), *rest)
 
     monkeypatch.setattr(runs, "fit", stopping)
-    assert main(given) == 1 and "stopped after step 4" in capsys.readouterr().err
+    assert main(given) == 130 and "stopped after step 4" in capsys.readouterr().err
     monkeypatch.undo()
 
     picture = photos / "class1" / "04.bmp"

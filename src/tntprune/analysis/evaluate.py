@@ -76,6 +76,9 @@ class Evaluation(Figures):
     speedup: float | None = None  # times as fast as the unpruned model; the median over pairs of the same batch
     bad: tuple[str, ...] = field(default=(), repr=False)  # one line per image that could not be read
 
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in self.to_dict().items())
+
     def to_dict(self) -> dict[str, Any]:
         """Return them as JSON values, without figures that are None."""
         data = asdict(self, dict_factory=lambda pairs: {name: value for name, value in pairs if value is not None})

@@ -122,6 +122,7 @@ def load_model(name: str, weights: Path | None = None, device: str = "cpu", img_
     if weights is not None:
         tensors = read_weights(weights)
         model = _build(name, img_size, _classes_in(tensors))
+        find_backbone(model)  # a model that is not supported is told first, and not that the weights do not fit
         _fill(model, tensors, weights, name)
         _name(model, weights)
     elif name.startswith(HF):

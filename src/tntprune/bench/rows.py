@@ -131,8 +131,8 @@ def with_speedups(rows: Sequence[BenchRow]) -> tuple[list[BenchRow], list[str]]:
 
 
 HEAD = (
-    f"{'':34} {'backend':10} {'ms':>8} {'p10':>8} {'p90':>8} {'images/s':>9} {'MACs':>6} {'speed-up':>8} "
-    f"{'of bound':>8} {'MiB':>7}"
+    f"{'':34} {'backend':10} {'ms':>8} {'p10':>8} {'p90':>8} {'images/s':>9} {'MACs':>7} {'speed-up':>8} "
+    f"{'of bound':>8} {'peak MiB':>8}"
 )
 
 
@@ -144,12 +144,12 @@ def table(rows: Sequence[BenchRow]) -> str:
         for row in group:
             name = f"  {row.method}" if row.method in BESIDE else row.options or row.method
             lines += [name] if len(name) > 34 else []
-            ratio = "" if row.method == "unpruned" else f"{'>' if row.variable else ''}{row.mac_ratio:.2f}x"
+            ratio = "" if row.method == "unpruned" else f"{'<' if row.variable else ''}1/{row.mac_ratio:.2f}"
             faster = "-" if row.speedup is None else f"{row.speedup:.2f}x"
             bound = "" if row.bound_ratio is None else f"{100 * row.bound_ratio:.1f} %"
             memory = "" if row.peak_mib is None else f"{row.peak_mib:.0f}"
             lines.append(
                 f"{'' if len(name) > 34 else name:34} {row.backend:10} {row.median_ms:8.2f} {row.p10_ms:8.2f} "
-                f"{row.p90_ms:8.2f} {row.images_per_s:9.1f} {ratio:>6} {faster:>8} {bound:>8} {memory:>7}".rstrip()
+                f"{row.p90_ms:8.2f} {row.images_per_s:9.1f} {ratio:>7} {faster:>8} {bound:>8} {memory:>8}".rstrip()
             )
     return "\n".join(lines[1:])

@@ -6,7 +6,7 @@ import warnings
 from typing import Annotated, Any
 
 from tntprune.cli.console import tell
-from tntprune.cli.flags import GROUP, ImgSize, Json, Model, Reduction
+from tntprune.cli.flags import GROUP, ImgSize, Json, Model, Reduction, tell_drained
 from tntprune.system.units import unit_of
 
 
@@ -58,6 +58,7 @@ def macs(
             reduction.apply(built)
     elif configs := reduction.configs():
         reduce_(built, *configs)
+        tell_drained(built)
     found = count(built)
     tell(json, asdict(found), str(found))
     return 0

@@ -29,18 +29,23 @@ def export(
     batch_size: Annotated[int, flag("images at a time"), Whole(1, MAX_BATCH)] = 1,
     dynamic_batch: Annotated[bool, flag("accept any batch size")] = False,
     indices: Annotated[bool, flag("add an output with the grid positions of the remaining tokens")] = False,
-    data: Annotated[Path | None, flag("photos to calibrate int8 on, and others to check with", "DIR")] = None,
+    data: Annotated[
+        Path | None,
+        flag("photos to check with, and others to calibrate int8 on; class folders name the classes", "DIR"),
+    ] = None,
     calibration_size: Annotated[int, flag("photos to calibrate int8 on"), Whole(1, 1_000_000)] = 128,
     check: Annotated[bool, flag("load the file and compare it with the model")] = False,
     check_size: Annotated[int, flag("images to compare on with --check"), Whole(1, 1_000_000)] = 64,
     json: Json = False,
 ) -> int:
     """Write a model, reduced or not, for another runtime, and beside it FILE.json: all one needs to run it."""
+    from tntprune.backbones.classnames import name_classes
+    from tntprune.data.folders import class_folders, classes_of
     from tntprune.exporters.check import against_fp32
     from tntprune.exporters.check import check as compare
     from tntprune.exporters.export import export as write
     from tntprune.exporters.export import files
-    from tntprune.exporters.samples import choose_photos, read_photos
+    from tntprune.exporters.samples import choose_photos, class_list, read_photos
     from tntprune.serialization.checkpoint import files_of
     from tntprune.system.storage import check_output
 
@@ -49,6 +54,8 @@ def export(
     for file in files(out, to):
         check_output(file, [weights, data, *files_of(reduction.reducer)])
     built = reduction.apply(Host(weights=weights, img_size=img_size).load(model))
+    if data is not None and class_list(built) is None and len(names := class_folders(data)) == classes_of(built) > 0:
+        name_classes(built, names)
     checked: list[Photo] = []
     used: list[Photo] = []
     if data is not None:

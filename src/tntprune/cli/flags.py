@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tntprune.cli.options import MethodOptions
-from tntprune.errors import UsageError, UserError
+from tntprune.errors import UsageError, UserError, UserNote
 from tntprune.methods import Config, all_methods, check_options, find_method
 from tntprune.methods.text import config_from_text
 from tntprune.system.flags import MANY, MAX_BATCH, MAX_SEED, Whole
@@ -159,6 +160,31 @@ class Reduction(Reducer):
         for config in configs:
             if config.must_train:
                 raise UserError(
-                    f"{config.method} has to be trained first; expected --reducer RUN, made by tntprune train"
+                    f"{config.method} has to be trained first; expected --reducer RUN, made by tntprune train MODEL "
+                    f"--method {config.method} --data DIR --out RUN"
                 )
-        return reduce_(model, *configs) if configs else model
+        if not configs:
+            return model
+        reduce_(model, *configs)
+        tell_drained(model)
+        return model
+
+
+def tell_drained(model: nn.Module) -> None:
+    """Warn where a method that acts in every block unless told otherwise leaves a single patch token.
+
+    Warns:
+        UserNote: it does.
+    """
+    from tntprune.backbones.attach import reduction_of
+
+    method = reduction_of(model)
+    patches, steps = method.layout.patches, method.steps(method.layout.patches)
+    if method.config.at is None and steps and patches > 16 and steps[-1].leaving == 1:
+        name, acts = method.config.method, len(steps)
+        warnings.warn(
+            f"{name} removes tokens in {acts} blocks and leaves 1 of {patches} patch tokens; for one block give --at, "
+            f"as in --method {name} --at 3 --keep 0.5, or keep more",
+            UserNote,
+            stacklevel=2,
+        )

@@ -31,7 +31,7 @@ RESUMED = (["sweep"], ["paper"], ["embed"])  # commands that go on where they st
 ABOUT = """Faster vision transformers: drop the tokens they do not need.
 
 Exit codes: 0 done, 1 something given cannot be used, 2 wrong usage, 3 done but some images were skipped,
-130 interrupted by Ctrl-C."""
+130 interrupted by Ctrl-C, or a training by SIGTERM."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,6 +14,8 @@ from tntprune.data.images import find_images
 from tntprune.data.photo import Photo
 from tntprune.errors import UserError
 
+SPLITS = {"test", "train", "training", "val", "valid", "validation"}  # folders of class folders
+
 
 def labelled_photos(folder: Path, model: nn.Module) -> list[Photo]:
     """List the photos of a folder with one subfolder a class, with class indices of the model.
@@ -103,8 +105,17 @@ def class_index(
     if len(names) == classes and len(unknown) == len(names):
         return {name: i for i, name in enumerate(names)}
     kind = "class folders" if what == "folders" else what
-    expected = f"WordNet ids of {subset}" if subset else f"{classes} {kind}, as many as the model has"
+    if splits := sorted(SPLITS & set(names)):
+        raise UserError(
+            f"{place}: {' and '.join(splits)} are not class folders; expected {Path(place) / splits[-1]}, for example"
+        )
+    if not subset or len(unknown) == len(names):
+        ids = f"names that are WordNet ids of {subset}, or " if subset else ""
+        raise UserError(
+            f"{place}: {len(names)} {kind} ({names[0]!r} for one), but the model has {classes} classes; expected "
+            f"{ids}one for each class; or other weights, fine-tuned on these {what}"
+        )
     raise UserError(
         f"{place}: {len(unknown)} of {len(names)} {what} are no class of the model, {unknown[0]!r} for one; "
-        f"expected {expected}"
+        f"expected WordNet ids of {subset}"
     )

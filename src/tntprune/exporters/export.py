@@ -16,6 +16,7 @@ from torch import nn
 
 import tntprune
 from tntprune.analysis.macs import macs
+from tntprune.backbones.attach import is_reduced, reduction_of
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.reduced import Reduced
 from tntprune.errors import UsageError, UserError
@@ -23,6 +24,7 @@ from tntprune.exporters.formats import INPUT, KEPT, Captured, DType, Format, Run
 from tntprune.exporters.graph import capture, exportable
 from tntprune.exporters.samples import as_tensor, class_list, preprocessing
 from tntprune.methods import to_dict
+from tntprune.methods.base import Method
 from tntprune.methods.checks import check_whole
 from tntprune.system.storage import check_output, find_target, forget_leftovers, make_folder, put, write
 
@@ -76,7 +78,7 @@ def export(
     """
     form, path = find_format(to), Path(path)
     if path.suffix != form.suffix:
-        raise UsageError(f"{path}: expected a file that ends in {form.suffix}, as {to} has it")
+        raise UsageError(f"{path}: expected a file that ends in {form.suffix}, for format {to}")
     check_utf8(path)
     form.check(dtype)
     check_whole("batch_size", batch_size, 1)
@@ -88,6 +90,8 @@ def export(
     for file in files(path, to):
         check_output(file)
     exportable(model)
+    if is_reduced(model):
+        reduction_of(model).warn_uncalibrated()
     wanted = calibration if dtype == "int8" else None
     images = None if wanted is None else as_tensor(model, wanted, calibration_size, batch_size)
     graph = capture(model, form.casts[dtype], indices, None if dynamic_batch else batch_size)
@@ -193,11 +197,18 @@ def _about(model: nn.Module, form: Format, dtype: DType, graph: Captured, used: 
         "batch": graph.batch or "dynamic",
         "preprocessing": preprocessing(model),
         "classes": class_list(model),
-        "reduction": to_dict(tower.reduction.config) if isinstance(tower, Reduced) else None,
+        "reduction": _in_force(tower.reduction) if isinstance(tower, Reduced) else None,
         "macs": macs(model).macs,
         "calibration_images": used,
         "versions": {name: version(name) for name in ("torch", "timm", *form.needs)},
     }
+
+
+def _in_force(reduction: Method) -> dict[str, Any]:
+    """Return a reduction's options, and the patch tokens that are left where some go, by block."""
+    steps = reduction.steps(reduction.layout.patches)
+    left = {} if reduction.config.variable else {"left": {f"{step.place}": step.leaving for step in steps}}
+    return {name: value for name, value in to_dict(reduction.config).items() if value is not None} | left
 
 
 def _settle(folder: Path, path: Path) -> tuple[Path, ...]:

@@ -74,7 +74,11 @@ class Config:
             self.check_length("keep" if self.tokens is None else "tokens", len(locations))
         for value in self.given:
             if self.tokens is None:
-                check(is_number(value) and 0 < value <= 1, f"keep={value}: expected a share above 0 and at most 1")
+                percent = f" (for {value:g} % write {value / 100:g})" if is_number(value) and 1 < value <= 100 else ""
+                check(
+                    is_number(value) and 0 < value <= 1,
+                    f"keep={value!r}: expected a share above 0 and at most 1{percent}",
+                )
             else:
                 check(is_int(value) and value > 0, f"tokens={value}: expected a whole number, 1 or larger")
 

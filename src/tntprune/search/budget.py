@@ -111,8 +111,10 @@ def budget(
     found: dict[Any, float] = {kind: value for kind, value in given.items() if value is not None}
     costs = [kind for kind in found if kind != "drop"]
     if not found or len(costs) > 1:
-        what = " and ".join(f"--{kind}" for kind in costs) or "none"
-        raise UsageError(f"budget: {what} given; expected one of --macs, --latency and --speedup, --drop, or both")
+        what = " and ".join(costs) or "none"
+        raise UsageError(
+            f"budget: {what} given; expected one of macs, latency and speedup; or drop; or drop and one of them"
+        )
     for kind, value in found.items():
         least = 1 if kind == "speedup" else 0
         if not (math.isfinite(value) and value > least):

@@ -154,7 +154,8 @@ def find_plan(
     if len(space.blocks) == 1:
         notes.append(
             f"Tokens may go at block {space.blocks[0]} alone, so that there is one schedule for a budget. For more "
-            "blocks give --at, or train them by leaving --reducer out."
+            "blocks leave --at and --reducer out, or train scorers for them: tntprune train MODEL --at 1 2 3 4 5, and "
+            "so on."
         )
     known = {one.name for one in marks}
     for what, names in {

@@ -133,10 +133,10 @@ def doubts(chosen: Verified, wanted: Budget, photos: int, proxy: dict[str, float
         )
     if most is not None and known["lost_high"] > most >= chosen.lost - 1e-9:
         least = least_photos(most)
-        more = f" (at least {least} to tell {points(most)} from none)" if photos < least else ""
+        more = f" (at least {least})" if photos < least else ""
         found.append(
             f"{photos} photos are too few to promise at most {points(most)}: the 95 % interval of the loss is "
-            f"{known['lost_low']:.2f} to {known['lost_high']:.2f}. Use more --photos{more}, or a smaller --drop."
+            f"{known['lost_low']:.2f} to {known['lost_high']:.2f}. Use more --photos{more}, or a larger --drop."
         )
     if proxy["schedules"] > 1 and proxy["kl_rank"] < TRUSTED:
         found.append(

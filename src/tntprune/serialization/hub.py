@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,9 +56,17 @@ def download(source: str, file: str, revision: str | None = None) -> Path:
             return Path(hf_hub_download(repo, file, revision=revision))
     except Exception as error:  # the Hub's client raises a dozen kinds
         raise UserError(
-            f"{source}: no such folder here, and the Hub gave none ({_reason(error, file, revision)}); "
-            "expected a folder or a Hub id"
+            f"{source}: no such folder here{_near(Path(source))}, and the Hub gave none "
+            f"({_reason(error, file, revision)}); expected a folder or a Hub id"
         ) from None
+
+
+def _near(place: Path) -> str:
+    """Name the folder beside a missing one whose name is most like it; "" if there is none."""
+    if len(place.parts) < 2 or not place.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(place.name, [other.name for other in place.parent.iterdir()], n=1)
+    return f" (did you mean {place.parent / near[0]}?)" if near else ""
 
 
 def upload(

@@ -19,7 +19,7 @@ from tntprune.data.batches import Source
 from tntprune.data.datasets import open_photos
 from tntprune.data.loading import default_workers
 from tntprune.data.photo import Packed, packed
-from tntprune.errors import UserError
+from tntprune.errors import INTERRUPTED, UserError
 from tntprune.methods import to_dict
 from tntprune.methods.checks import check_whole
 from tntprune.serialization.checkpoint import FILE, WEIGHTS, save, save_weights
@@ -49,7 +49,9 @@ BEST = "best"  # the folder of the best of the epochs that were validated; the m
 
 
 class Stopped(UserError):
-    """A training was interrupted, and its state saved."""
+    """A training was interrupted by Ctrl-C or SIGTERM, and its state saved."""
+
+    exit_code = INTERRUPTED
 
 
 class Trained(NamedTuple):
