@@ -92,9 +92,7 @@ PAGES = {
     "results/pretrained.md": Page(("pretrained.py",), (*REAL, "training", "shipping"), f"{DATA} --out runs/pretrained"),
     "results/comparison.md": Page(("results.py",), (*REAL, "training", "timing"), f"{DATA} --out runs/results"),
     "results/research-notes.md": Page(METHOD, (*REAL, "training"), f"{DATA} --out runs/method --part page"),
-    "results/untrained.md": Page(
-        ("untrained.py", "results.py"), (*REAL, "shipping"), f"{DATA} --out runs/untrained"
-    ),
+    "results/untrained.md": Page(("untrained.py", "results.py"), (*REAL, "shipping"), f"{DATA} --out runs/untrained"),
     "results/scale.md": Page(("scale.py",), ("training",), "--out runs/scale"),
 }
 
