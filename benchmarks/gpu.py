@@ -95,10 +95,10 @@ class Found:
 
 
 def small_model() -> nn.Module:
-    """A model of 2 blocks, 64 patches and heads of 64 entries, the same at every call."""
+    """A model of 2 blocks, 196 patches and heads of 64 entries, the same at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        size: dict[str, int] = {"img_size": 64, "patch_size": 8, "embed_dim": 128, "depth": 2, "num_heads": 2}
+        size: dict[str, int] = {"img_size": 112, "patch_size": 8, "embed_dim": 128, "depth": 2, "num_heads": 2}
         model = VisionTransformerDistilled(**size, num_classes=7).eval()
         for parameter in model.parameters():  # random weights attend to all tokens nearly alike
             parameter.data.add_(0.05 * torch.randn_like(parameter))
