@@ -84,7 +84,8 @@ def comparisons(entering: int, leaving: int) -> int:
     blocks = row_blocks(entering, entering)
     if len(blocks) == 1:
         return entering**2
-    return sum((rows.stop - rows.start) * rows.stop for rows in blocks) + (entering - leaving) * leaving
+    before: int = sum((rows.stop - rows.start) * rows.stop for rows in blocks)
+    return before + (entering - leaving) * leaving
 
 
 def length(x: torch.Tensor) -> torch.Tensor:
