@@ -117,6 +117,26 @@ def test_only_blocks_that_somebody_looks_into_are_opened(monkeypatch):
     assert whole == [1, 3, 5, 6]
 
 
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [(tntprune.ToMe(r=3), 0), (tntprune.TNT(at=2, how="merge", metric="mean", proportional=False), 1)],
+    ids=["inside", "after"],
+)
+def test_queries_keys_and_values_are_let_go_before_the_mlp_unless_somebody_looks_at_them_later(config, kept):
+    """They would be the largest tensors beside the MLP's own."""
+    model, alive = reduce_(make("plain"), config), []
+    shown = []
+    for block in model.blocks:
+        block.attn.register_forward_hook(
+            lambda module, args, kwargs, out: shown.append(kwargs["inside"]) if "inside" in kwargs else None,
+            with_kwargs=True,
+        )
+        block.mlp.register_forward_pre_hook(lambda module, args: alive.append([one.heads for one in shown]))
+    with torch.inference_mode():
+        model(photos_for(model))
+    assert shown and sum(heads is not None for heads in alive[-1]) == kept
+
+
 @pytest.mark.parametrize("config", [TopK(at=(2, 4), keep=0.5), tntprune.EViT(at=(2, 4), keep=0.5)], ids=str)
 def test_no_attention_map_is_built(config, monkeypatch):
     """The rows that rank are one query each; the output comes from fused attention."""

@@ -90,6 +90,8 @@ class Acting(Inside):
             tokens = self.reduction(tokens, self.plan.inside, self.heads)
         if self.trace is not None:
             self.trace.count(tokens)
+        if self.plan.after is None and not self.plan.watchers:
+            self.heads = None  # nobody looks at them any more, and the MLP needs the memory
         self.tokens = tokens
         return tokens.x
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from tntprune.ops.tokens import Tokens, follow, in_order, pick, ranking, take
+from tntprune.ops.similarity import closest
+from tntprune.ops.tokens import Tokens, follow, in_order, pick, ranking, row_blocks, take
 
 LONGEST = 4.0  # times its length that a mean becomes at most: opposite tokens have a mean near 0
 NEAREST = 1e-4  # distances below it are alike: fp32 tells them from rounding errors no more
@@ -51,17 +52,40 @@ def choose(
     score = score.detach().float()
     rank = ranking(score, descending=True)  # (B, n)
     x = F.normalize(pick(compared.detach().float(), rank), dim=-1)  # (B, n, d), the highest score first
-    with torch.autocast(x.device.type, enabled=False):
-        alike = x @ x.transpose(1, 2)  # (B, n, n)
-    far = (1 - alike.tril(-1).amax(2)).clamp(min=NEAREST)  # (B, n)
+    blocks = row_blocks(x.shape[1], x.shape[1])
+    with torch.autocast(x.device.type, enabled=False):  # a block, or all there is: (B, n, n)
+        if len(blocks) == 1:
+            alike = x @ x.transpose(1, 2)
+            before = alike.tril(-1).amax(2)
+        else:
+            before = torch.cat([_most_alike_before(x, rows) for rows in blocks], 1)
+    far = (1 - before).clamp(min=NEAREST)  # (B, n)
     importance = far.log() + score_weight * score.gather(1, rank)
     if size is not None:
         importance = importance + size_weight * size.gather(1, rank).log()
     place = ranking(importance, descending=True)
     stay, go = in_order(place[:, :count]), place[:, count:]  # (B, count), (B, n - count)
-    among = pick(alike, go).gather(2, stay[:, None].expand(-1, go.shape[1], -1))  # (B, n - count, count)
-    likeness, target = among.max(2)
+    if len(blocks) == 1:
+        among = pick(alike, go).gather(2, stay[:, None].expand(-1, go.shape[1], -1))  # (B, n - count, count)
+        likeness, target = among.max(2)
+    else:
+        likeness, target = closest(pick(x, go), pick(x, stay))
     return rank.gather(1, stay), rank.gather(1, go), target, likeness
+
+
+def _most_alike_before(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return the largest cosine, at least 0, of each of some tokens and one that comes before it, (B, rows)."""
+    alike = x[:, rows] @ x[:, : rows.stop].transpose(1, 2)  # (B, rows, columns)
+    return alike.tril(rows.start - 1).amax(2)
+
+
+def comparisons(entering: int, leaving: int) -> int:
+    """Return how many pairs of tokens `choose` compares."""
+    blocks = row_blocks(entering, entering)
+    if len(blocks) == 1:
+        return entering**2
+    before: int = sum((rows.stop - rows.start) * rows.stop for rows in blocks)
+    return before + (entering - leaving) * leaving
 
 
 def length(x: torch.Tensor) -> torch.Tensor:
@@ -104,25 +128,30 @@ def fold(
     size = torch.ones_like(tokens.index, dtype=torch.float32) if tokens.size is None else tokens.size
     kept = take(replace(tokens, size=size, carrier=None), stay)
     assert kept.size is not None
-    lands = target[:, None] == torch.arange(stay.shape[1], device=stay.device)[:, None]  # (B, k, r)
     gone = size.gather(1, source) if share is None else size.gather(1, source) * share  # (B, r), in patches
-    own = kept.size * weight.gather(1, stay).float()
-    extra = lands * (gone * weight.gather(1, source).float())[:, None]
-    total = own + extra.sum(2)  # (B, k)
-    own, extra = (own / total).to(kept.x.dtype)[:, :, None], (extra / total[:, :, None]).to(kept.x.dtype)
+    heavy = gone * weight.gather(1, source).float()  # (B, r)
+    light = kept.size * weight.gather(1, stay).float()  # (B, k)
     with torch.autocast(tokens.x.device.type, enabled=False):  # what takes nothing in comes out bit for bit
         moved = pick(tokens.patches, source)  # (B, r, D)
-        x = torch.baddbmm(kept.patches * own, extra, moved)  # (B, k, D)
-        if norm_correction is not None:
-            long = torch.baddbmm(length(kept.patches) * own.float(), extra.float(), length(moved))  # (B, k, 1)
-            x = (x * (long / length(x)).pow(norm_correction).clamp(max=LONGEST)).to(x.dtype)
+        x, sizes = [kept.x[:, : tokens.prefix]], []
+        for rows in row_blocks(stay.shape[1], source.shape[1]):
+            lands = target[:, None] == torch.arange(rows.start, rows.stop, device=stay.device)[:, None]  # (B, rows, r)
+            own, extra, old = light[:, rows], lands * heavy[:, None], kept.patches[:, rows]
+            total = own + extra.sum(2)
+            own, extra = (own / total).to(old.dtype)[:, :, None], (extra / total[:, :, None]).to(old.dtype)
+            mean = torch.baddbmm(old * own, extra, moved)  # (B, rows, D)
+            if norm_correction is not None:
+                long = torch.baddbmm(length(old) * own.float(), extra.float(), length(moved))  # (B, rows, 1)
+                mean = (mean * (long / length(mean)).pow(norm_correction).clamp(max=LONGEST)).to(mean.dtype)
+            x.append(mean)
+            sizes.append(kept.size[:, rows] + (lands * gone[:, None]).sum(2))
     carrier = tokens.carrier
     if carrier is not None:
         new = torch.arange(stay.shape[1], device=stay.device).expand_as(stay)
         carrier = follow(carrier, torch.cat([stay, source], 1), torch.cat([new, target], 1), tokens.count)
     return replace(
         kept,
-        x=torch.cat([kept.x[:, : tokens.prefix], x], 1),  # (B, prefix + k, D)
-        size=kept.size + (lands * gone[:, None]).sum(2),
+        x=torch.cat(x, 1),  # (B, prefix + k, D)
+        size=sizes[0] if len(sizes) == 1 else torch.cat(sizes, 1),
         carrier=carrier,
     )

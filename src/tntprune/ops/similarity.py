@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tntprune.ops.tokens import Tokens, merge, ranking, take
+from tntprune.ops.tokens import Tokens, merge, ranking, row_blocks, take
 
 
 def halves(order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,11 +26,17 @@ def nearest(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, to
     Returns:
         (B, a), the cosine, and (B, a), where in `second` the match is.
     """
-    first = F.normalize(first.detach().float(), dim=-1)
-    second = F.normalize(second.detach().float(), dim=-1)
+    return closest(F.normalize(first.detach().float(), dim=-1), F.normalize(second.detach().float(), dim=-1))
+
+
+def closest(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `nearest` does, of features in fp32 whose length is 1."""
+    second = second.transpose(1, 2)  # (B, d, b)
     with torch.autocast(first.device.type, enabled=False):
-        closest, match = (first @ second.transpose(1, 2)).max(2)  # of (B, a, b)
-    return closest, match
+        found = [(first[:, rows] @ second).max(2) for rows in row_blocks(first.shape[1], second.shape[2])]
+    if len(found) == 1:
+        return found[0].values, found[0].indices
+    return torch.cat([one.values for one in found], 1), torch.cat([one.indices for one in found], 1)
 
 
 def remove_similar(tokens: Tokens, remove: int, order: torch.Tensor, fold: bool = False) -> Tokens:
@@ -43,8 +49,8 @@ def remove_similar(tokens: Tokens, remove: int, order: torch.Tensor, fold: bool 
         fold: Merge each removed token into its match instead of dropping it.
     """
     first, second = halves(order)
-    closest, match = nearest(tokens.patches[:, first], tokens.patches[:, second])  # (B, |first|) each
-    ranked = ranking(closest)  # the least similar come first
+    likeness, match = nearest(tokens.patches[:, first], tokens.patches[:, second])  # (B, |first|) each
+    ranked = ranking(likeness)  # the least similar come first
     stay, go = ranked[:, : len(first) - remove], ranked[:, len(first) - remove :]
     if fold:
         return merge(tokens, first[stay], second, first[go], match.gather(1, go))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from tntprune.ops.attention import SizeLogs, size_logs
 
+TABLE = 2**20  # entries for each image of a table of pairs of tokens; larger ones are made in blocks of rows
 NOWHERE = -1  # the index of a token without a place of its own in the grid: a fused one, or padding
 
 
@@ -91,6 +92,15 @@ def pick(values: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     return rows.view(*position.shape, *values.shape[2:])
 
 
+def row_blocks(rows: int, columns: int) -> list[slice]:
+    """Return how a table of pairs is cut into blocks of rows: memory then grows with the tokens, not with their square.
+
+    It depends on nothing but the shape: what comes out for an image does not depend on its batch.
+    """
+    step = max(1, TABLE // max(1, columns))
+    return [slice(first, min(first + step, rows)) for first in range(0, max(1, rows), step)]
+
+
 def ranking(values: torch.Tensor, descending: bool = False) -> torch.Tensor:
     """Return the positions (B, n) of values (B, n) in ascending or descending order; equal ones stay in their order."""
     if torch.compiler.is_exporting() and written_as_onnx():
@@ -170,23 +180,29 @@ def merge(tokens: Tokens, stay: torch.Tensor, into: torch.Tensor, source: torch.
     kept = take(replace(tokens, size=size, carrier=None), left)
     size_of_kept = kept.size
     assert size_of_kept is not None
-    lands = target[:, None] == torch.arange(into.shape[0], device=into.device)[:, None]  # (B, b, r)
-    extra = lands * size.gather(1, source)[:, None]
-    own = size_of_kept[:, alone:]  # (B, b)
-    total = own + extra.sum(2)
-    first = tokens.prefix + alone
-    x, moved = kept.x[:, first:], pick(tokens.x, source + tokens.prefix)  # (B, b, D), (B, r, D)
-    own, extra = (own / total).to(x.dtype)[:, :, None], (extra / total[:, :, None]).to(x.dtype)  # they sum to 1
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # OpenVINO has no way to write into a part of a tensor
-        kept = replace(kept, x=torch.cat([kept.x[:, :first], torch.baddbmm(x * own, extra, moved)], 1))
-    else:  # in place: `take` has just copied x, and autocast stands aside
-        x.mul_(own).baddbmm_(extra, moved)
+    gone = size.gather(1, source)[:, None]  # (B, 1, r)
+    first, moved = tokens.prefix + alone, pick(tokens.x, source + tokens.prefix)  # (B, r, D)
+    x, sizes = [kept.x[:, :first]], [size_of_kept[:, :alone]]
+    for rows in row_blocks(into.shape[0], source.shape[1]):
+        lands = target[:, None] == torch.arange(rows.start, rows.stop, device=into.device)[:, None]  # (B, rows, r)
+        extra = lands * gone
+        own = size_of_kept[:, alone:][:, rows]
+        total = own + extra.sum(2)
+        sizes.append(total)
+        own, extra = (own / total)[:, :, None].to(tokens.x.dtype), (extra / total[:, :, None]).to(tokens.x.dtype)
+        part = kept.x[:, first:][:, rows]  # and own and extra sum to 1
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # OpenVINO has no way to write into a part of a tensor
+            x.append(torch.baddbmm(part * own, extra, moved))
+        else:  # in place: `take` has just copied x, and autocast stands aside
+            part.mul_(own).baddbmm_(extra, moved)
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        kept = replace(kept, x=torch.cat(x, 1))
     carrier = tokens.carrier
     if carrier is not None:
         new = torch.arange(left.shape[1], device=left.device).expand_as(left)
         old, new = torch.cat([left, source], 1), torch.cat([new, target + alone], 1)  # (B, a + b + r)
         carrier = follow(carrier, old, new, tokens.count)
-    return replace(kept, size=torch.cat([size_of_kept[:, :alone], total], 1), carrier=carrier)
+    return replace(kept, size=torch.cat(sizes, 1), carrier=carrier)
 
 
 def spread(tokens: Tokens, grid: tuple[int, int]) -> torch.Tensor:

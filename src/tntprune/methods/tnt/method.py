@@ -21,7 +21,7 @@ from tntprune.methods.layers import Affine
 from tntprune.methods.steps import Place, Plan, Step
 from tntprune.methods.tnt.config import TNT
 from tntprune.ops.attention import Heads
-from tntprune.ops.merging import choose, fold, standardised
+from tntprune.ops.merging import choose, comparisons, fold, standardised
 from tntprune.ops.similarity import halves, remove_similar
 from tntprune.ops.tokens import Tokens, order, size_bias, take
 
@@ -248,7 +248,8 @@ class TrainingNoise(ScoringMethod):
         if self.config.merges:
             layout = self.layout
             width = layout.embed_dim if self.config.metric == "x" else layout.attn_dim // layout.heads
-            return cost + step.entering**2 * width + (step.entering - step.leaving) * layout.embed_dim
+            cost += comparisons(step.entering, step.leaving) * width
+            return cost + (step.entering - step.leaving) * layout.embed_dim
         if step.leaving < step.ranked:
             first, second = halves(torch.arange(step.ranked))
             cost += len(first) * len(second) * self.layout.embed_dim
