@@ -32,8 +32,10 @@ from transformers import (  # noqa: E402
     Dinov2Config,
     Dinov2ForImageClassification,
     Dinov2Model,
+    Dinov2WithRegistersBackbone,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersForImageClassification,
+    Dinov2WithRegistersModel,
     DINOv3ViTBackbone,
     DINOv3ViTConfig,
     DINOv3ViTModel,
@@ -109,6 +111,10 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "registers_classifier": lambda: Dinov2WithRegistersForImageClassification(
         Dinov2WithRegistersConfig(**DINO, num_register_tokens=3, **CLASSES)
     ),
+    "registers": lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**DINO, num_register_tokens=3)),
+    "registers_backbone": lambda: Dinov2WithRegistersBackbone(
+        Dinov2WithRegistersConfig(**DINO, num_register_tokens=3, out_features=["stage1", "stage4"])
+    ),
     "clip_vision": lambda: CLIPVisionModel(CLIPVisionConfig(**SHAPE)),
     "clip_projection": lambda: CLIPVisionModelWithProjection(CLIPVisionConfig(**SHAPE, projection_dim=16)),
     "clip_classifier": lambda: CLIPForImageClassification(_clip(**CLASSES)),
@@ -159,6 +165,26 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "aimv2_no_head": lambda: Aimv2VisionModel(Aimv2VisionConfig(**SHAPE, use_head=False, is_native=True)),
     "aimv2": lambda: Aimv2Model(Aimv2Config(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16)),
 }
+FAMILIES = {  # as the page of supported models has them
+    "ViT": ("vit", "vit_classifier"),
+    "DeiT": ("deit", "deit_classifier", "deit_teacher"),
+    "ViT-MSN": ("msn", "msn_classifier"),
+    "ViT-MAE": ("mae",),
+    "I-JEPA": ("ijepa", "ijepa_classifier"),
+    "BEiT": ("beit", "beit_shared", "beit_classifier"),
+    "DINOv2": ("dinov2", "dinov2_classifier", "dinov2_backbone"),
+    "DINOv2 with registers": ("registers", "registers_classifier", "registers_backbone"),
+    "DINOv3": ("dinov3", "dinov3_backbone"),
+    "CLIP": ("clip_vision", "clip_projection", "clip_classifier", "clip"),
+    "MetaCLIP 2": ("metaclip2_vision", "metaclip2_projection", "metaclip2_classifier", "metaclip2"),
+    "OWL-ViT": ("owlvit_vision", "owlvit"),
+    "OWLv2": ("owlv2_vision", "owlv2"),
+    "SigLIP": ("siglip_vision", "siglip_no_head", "siglip_classifier", "siglip"),
+    "SigLIP 2": ("siglip2_vision", "siglip2_no_head", "siglip2_classifier", "siglip2"),
+    "AIMv2": ("aimv2_vision", "aimv2_no_head", "aimv2"),
+}
+RARE = ("registers", "registers_backbone", "beit_shared", "owlvit_vision", "owlvit", "owlv2_vision", "siglip2_no_head")
+EVERY = [pytest.param(kind, marks=pytest.mark.wide) if kind in RARE else kind for kind in KINDS]  # for a parameter
 CLASSIFIERS = [kind for kind in KINDS if "classifier" in kind or "teacher" in kind]
 WHOLE = ("clip", "siglip", "siglip2", "metaclip2", "aimv2", "owlvit", "owlv2")  # with text
 WORDS = torch.tensor([[1, 7, 8, 2], [1, 9, 11, 2]])
