@@ -74,6 +74,8 @@ from transformers import (  # noqa: E402
     ViTMSNConfig,
     ViTMSNForImageClassification,
     ViTMSNModel,
+    VitPoseBackbone,
+    VitPoseBackboneConfig,
 )
 from transformers.models.beit.modeling_beit import BeitRelativePositionBias  # noqa: E402
 from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches  # noqa: E402
@@ -81,6 +83,10 @@ from transformers.models.siglip2.image_processing_siglip2 import convert_image_t
 SHAPE: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32,
     "patch_size": 4,
+}  # fmt: skip
+POSE = {  # the patches of a size of 4 would overlap the border
+    **{k: v for k, v in SHAPE.items() if k != "intermediate_size"}, "mlp_ratio": 2, "image_size": (64, 64),
+    "patch_size": (8, 8), "out_features": ["stage2", "stage4"],
 }  # fmt: skip
 GRIDS = {**{k: v for k, v in SHAPE.items() if k != "image_size"}, "num_patches": 64}
 DINO = {**{k: v for k, v in SHAPE.items() if k != "intermediate_size"}, "mlp_ratio": 2}
@@ -164,6 +170,7 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "aimv2_vision": lambda: Aimv2VisionModel(Aimv2VisionConfig(**SHAPE)),
     "aimv2_no_head": lambda: Aimv2VisionModel(Aimv2VisionConfig(**SHAPE, use_head=False, is_native=True)),
     "aimv2": lambda: Aimv2Model(Aimv2Config(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16)),
+    "vitpose": lambda: VitPoseBackbone(VitPoseBackboneConfig(**POSE)),
 }
 FAMILIES = {  # as the page of supported models has them
     "ViT": ("vit", "vit_classifier"),
@@ -182,6 +189,7 @@ FAMILIES = {  # as the page of supported models has them
     "SigLIP": ("siglip_vision", "siglip_no_head", "siglip_classifier", "siglip"),
     "SigLIP 2": ("siglip2_vision", "siglip2_no_head", "siglip2_classifier", "siglip2"),
     "AIMv2": ("aimv2_vision", "aimv2_no_head", "aimv2"),
+    "ViTPose": ("vitpose",),
 }
 RARE = ("registers", "registers_backbone", "beit_shared", "owlvit_vision", "owlvit", "owlv2_vision", "siglip2_no_head")
 EVERY = [pytest.param(kind, marks=pytest.mark.wide) if kind in RARE else kind for kind in KINDS]  # for a parameter
@@ -207,7 +215,7 @@ def make(kind: str, attention: str = "sdpa") -> Any:
 
 def photos_for(kind: str, count: int = 3, size: tuple[int, int] | None = None) -> torch.Tensor:
     """Random images, of the model's own size."""
-    size = size or ((24, 40) if kind == "vit_classifier" else (32, 32))
+    size = size or {"vit_classifier": (24, 40), "vitpose": (64, 64)}.get(kind, (32, 32))
     return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(1))
 
 

@@ -8,7 +8,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 
-from hf_models import KINDS, SHAPE, call, make, photos_for, run, transformers, used
+from hf_models import EVERY, SHAPE, call, make, photos_for, run, transformers, used
 from tntprune.analysis.macs import macs
 from tntprune.backbones.classnames import class_names
 from tntprune.backbones.models import files_of_model, load_model, random_model, shape_of
@@ -41,7 +41,7 @@ def folder(tmp_path):
     return put
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_the_model_in_a_folder(kind, folder):
     model, images, name = make(kind), photos_for(kind), folder(kind)
     loaded, shape = load_model(name), shape_of(name)
