@@ -100,7 +100,9 @@ def test_a_family_that_is_not_supported(tmp_path):
     config = transformers.SwinConfig(embed_dim=8, depths=[1], num_heads=[1], image_size=32, architectures=["SwinModel"])
     config.save_pretrained(tmp_path)
     for find in (load_model, shape_of, random_model):
-        refused(lambda find=find: find(f"hf:{tmp_path}"), "SwinModel is not supported", "ViT, DINOv2", kind=UsageError)
+        refused(
+            lambda find=find: find(f"hf:{tmp_path}"), "SwinModel is not supported", "ViT, BEiT, DINOv2", kind=UsageError
+        )
 
 
 @pytest.mark.parametrize("find", [load_model, shape_of, random_model])

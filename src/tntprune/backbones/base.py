@@ -19,15 +19,7 @@ from tntprune.ops.tokens import Tokens
 FAMILIES = {  # the files of this folder, by the package of their models
     "timm": ("timm.vit", "timm.eva", "timm.beit"),
     "transformers": (
-        "hf.vit",
-        "hf.beit",
-        "hf.dinov2",
-        "hf.dinov3",
-        "hf.clip",
-        "hf.siglip",
-        "hf.siglip2",
-        "hf.aimv2",
-        "hf.vitpose",
+        "hf.vit", "hf.beit", "hf.dinov2", "hf.dinov3", "hf.clip", "hf.siglip", "hf.siglip2", "hf.aimv2", "hf.vitpose",
     ),
 }  # fmt: skip
 REASONS = {  # why models of some classes cannot be reduced, and what would do
@@ -250,7 +242,7 @@ def supports(kind: type) -> bool:
     return any(kind in (*one.swaps, *one.holders) for one in adapters_of(kind.__module__.split(".")[0]))
 
 
-def adapters_of(package: str) -> list[Any]:
+def adapters_of(package: str) -> list[Backbone]:
     """Return the adapters of all families of a package."""
     names = [f"tntprune.backbones.{name}" for name in FAMILIES.get(package, ())]
     return [(sys.modules.get(name) or import_module(name)).ADAPTER for name in names]  # a compiler cannot import

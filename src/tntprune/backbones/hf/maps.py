@@ -15,8 +15,8 @@ from tntprune.ops.tokens import Tokens, fill, spread
 class MapsTower(ReducedTower):
     """A reduced tower that gives a full map of each stage asked for."""
 
-    norms = None  # whether every stage is normalised; None where the config says so
-    reshapes = None  # whether a stage is (B, D, rows, columns) and not (B, N, D); None likewise
+    norms: bool | None = None  # whether every stage is normalised; None where the config says so
+    reshapes: bool | None = None  # whether a stage is (B, D, rows, columns) and not (B, N, D); None likewise
     norms_last = False  # whether the last stage is normalised even where `apply_layernorm` is off
     prefixed = True  # whether stages that are not reshaped have their prefix tokens
 

@@ -52,7 +52,8 @@ class Named:
         encoder: Any = transformers.MODEL_MAPPING.get(type(self.config), None)
         found = next((kind for kind in (own, encoder) if isinstance(kind, type) and supports(kind)), None)
         if found is None:
-            families = ", ".join(adapter.anatomy.name for adapter in adapters_of("transformers"))
+            adapters: Any = adapters_of("transformers")
+            families = ", ".join(adapter.anatomy.name for adapter in adapters)
             what = named[0] if named else type(self.config).__name__.removesuffix("Config")
             raise UsageError(f"{name}: {what} is not supported; expected a model of {families}")
         self.kind: Any = found

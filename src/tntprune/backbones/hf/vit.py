@@ -102,7 +102,9 @@ class _Masked(_Tower):
         noise = in_order(self, pixel_values)  # (B, N)
         return tokens, self.output(**out, mask=torch.zeros_like(noise), ids_restore=noise.long())
 
-    def forward(self, pixel_values: Any = None, noise: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def forward(  # type: ignore[override]
+        self, pixel_values: Any = None, noise: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Turn images into the tokens that are left, normalised."""
         return super().forward(pixel_values, None, *args, **kwargs)
 
