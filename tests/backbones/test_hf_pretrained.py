@@ -96,6 +96,18 @@ def test_the_encoder_of_a_head_that_is_not_supported_is_taken_and_told(tmp_path,
     assert "ViTForMaskedImageModeling is not supported; its ViTModel is taken" in capsys.readouterr().err
 
 
+def test_the_encoder_of_a_masked_autoencoder_masks_nothing(tmp_path, capsys):
+    config = transformers.ViTMAEConfig(**SHAPE, decoder_num_hidden_layers=1)
+    torch.manual_seed(0)
+    model = transformers.ViTMAEForPreTraining(config).eval()
+    model.save_pretrained(tmp_path)
+    loaded, images = load_model(f"hf:{tmp_path}"), photos_for("mae")
+    assert type(loaded) is transformers.ViTMAEModel and loaded.config.mask_ratio == 0
+    model.config.mask_ratio = 0.0
+    assert torch.equal(run(loaded, images), run(model.vit, images))
+    assert "ViTMAEForPreTraining is not supported; its ViTMAEModel is taken" in capsys.readouterr().err
+
+
 def test_a_family_that_is_not_supported(tmp_path):
     config = transformers.SwinConfig(embed_dim=8, depths=[1], num_heads=[1], image_size=32, architectures=["SwinModel"])
     config.save_pretrained(tmp_path)
