@@ -32,8 +32,10 @@ from transformers import (  # noqa: E402
     Dinov2Config,
     Dinov2ForImageClassification,
     Dinov2Model,
+    Dinov2WithRegistersBackbone,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersForImageClassification,
+    Dinov2WithRegistersModel,
     DINOv3ViTBackbone,
     DINOv3ViTConfig,
     DINOv3ViTModel,
@@ -72,6 +74,8 @@ from transformers import (  # noqa: E402
     ViTMSNConfig,
     ViTMSNForImageClassification,
     ViTMSNModel,
+    VitPoseBackbone,
+    VitPoseBackboneConfig,
 )
 from transformers.models.beit.modeling_beit import BeitRelativePositionBias  # noqa: E402
 from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches  # noqa: E402
@@ -79,6 +83,10 @@ from transformers.models.siglip2.image_processing_siglip2 import convert_image_t
 SHAPE: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32,
     "patch_size": 4,
+}  # fmt: skip
+POSE = {  # the patches of a size of 4 would overlap the border
+    **{k: v for k, v in SHAPE.items() if k != "intermediate_size"}, "mlp_ratio": 2, "image_size": (64, 64),
+    "patch_size": (8, 8), "out_features": ["stage2", "stage4"],
 }  # fmt: skip
 GRIDS = {**{k: v for k, v in SHAPE.items() if k != "image_size"}, "num_patches": 64}
 DINO = {**{k: v for k, v in SHAPE.items() if k != "intermediate_size"}, "mlp_ratio": 2}
@@ -108,6 +116,10 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "dinov2_backbone": lambda: Dinov2Backbone(Dinov2Config(**DINO, out_features=["stage1", "stage3", "stage4"])),
     "registers_classifier": lambda: Dinov2WithRegistersForImageClassification(
         Dinov2WithRegistersConfig(**DINO, num_register_tokens=3, **CLASSES)
+    ),
+    "registers": lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**DINO, num_register_tokens=3)),
+    "registers_backbone": lambda: Dinov2WithRegistersBackbone(
+        Dinov2WithRegistersConfig(**DINO, num_register_tokens=3, out_features=["stage1", "stage4"])
     ),
     "clip_vision": lambda: CLIPVisionModel(CLIPVisionConfig(**SHAPE)),
     "clip_projection": lambda: CLIPVisionModelWithProjection(CLIPVisionConfig(**SHAPE, projection_dim=16)),
@@ -158,7 +170,29 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "aimv2_vision": lambda: Aimv2VisionModel(Aimv2VisionConfig(**SHAPE)),
     "aimv2_no_head": lambda: Aimv2VisionModel(Aimv2VisionConfig(**SHAPE, use_head=False, is_native=True)),
     "aimv2": lambda: Aimv2Model(Aimv2Config(vision_config=dict(SHAPE), text_config=dict(TEXT), projection_dim=16)),
+    "vitpose": lambda: VitPoseBackbone(VitPoseBackboneConfig(**POSE)),
 }
+FAMILIES = {  # as the page of supported models has them
+    "ViT": ("vit", "vit_classifier"),
+    "DeiT": ("deit", "deit_classifier", "deit_teacher"),
+    "ViT-MSN": ("msn", "msn_classifier"),
+    "ViT-MAE": ("mae",),
+    "I-JEPA": ("ijepa", "ijepa_classifier"),
+    "BEiT": ("beit", "beit_shared", "beit_classifier"),
+    "DINOv2": ("dinov2", "dinov2_classifier", "dinov2_backbone"),
+    "DINOv2 with registers": ("registers", "registers_classifier", "registers_backbone"),
+    "DINOv3": ("dinov3", "dinov3_backbone"),
+    "CLIP": ("clip_vision", "clip_projection", "clip_classifier", "clip"),
+    "MetaCLIP 2": ("metaclip2_vision", "metaclip2_projection", "metaclip2_classifier", "metaclip2"),
+    "OWL-ViT": ("owlvit_vision", "owlvit"),
+    "OWLv2": ("owlv2_vision", "owlv2"),
+    "SigLIP": ("siglip_vision", "siglip_no_head", "siglip_classifier", "siglip"),
+    "SigLIP 2": ("siglip2_vision", "siglip2_no_head", "siglip2_classifier", "siglip2"),
+    "AIMv2": ("aimv2_vision", "aimv2_no_head", "aimv2"),
+    "ViTPose": ("vitpose",),
+}
+RARE = ("registers", "registers_backbone", "beit_shared", "owlvit_vision", "owlvit", "owlv2_vision", "siglip2_no_head")
+EVERY = [pytest.param(kind, marks=pytest.mark.wide) if kind in RARE else kind for kind in KINDS]  # for a parameter
 CLASSIFIERS = [kind for kind in KINDS if "classifier" in kind or "teacher" in kind]
 WHOLE = ("clip", "siglip", "siglip2", "metaclip2", "aimv2", "owlvit", "owlv2")  # with text
 WORDS = torch.tensor([[1, 7, 8, 2], [1, 9, 11, 2]])
@@ -181,7 +215,7 @@ def make(kind: str, attention: str = "sdpa") -> Any:
 
 def photos_for(kind: str, count: int = 3, size: tuple[int, int] | None = None) -> torch.Tensor:
     """Random images, of the model's own size."""
-    size = size or ((24, 40) if kind == "vit_classifier" else (32, 32))
+    size = size or {"vit_classifier": (24, 40), "vitpose": (64, 64)}.get(kind, (32, 32))
     return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(1))
 
 

@@ -13,6 +13,7 @@ from configs import CONFIGS, run, stirred
 from conftest import SMALL, make, photos_for
 from tntprune import ATS, Random, ToMe, TopK, macs, record, reduce_
 from tntprune.backbones.attach import is_reduced
+from tntprune.errors import UserError
 
 transformers = hf_models.transformers
 TINY = {
@@ -71,22 +72,86 @@ def test_a_tower_inside_paligemma():
     assert out.logits.shape == (1, 47, 99)
 
 
-def test_the_backbone_inside_depth_anything():
-    backbone = transformers.Dinov2Config(
-        **hf_models.DINO, out_features=["stage1", "stage2", "stage3", "stage4"], reshape_hidden_states=False,
+def head_on_a_grid(kind, backbone):
+    """A tiny model for depth whose head reads four stages of a backbone."""
+    sizes = {"reassemble_hidden_size": 32, "fusion_hidden_size": 16, "head_hidden_size": 8}
+    if kind == "depth_anything":
+        config = transformers.DepthAnythingConfig(
+            backbone_config=backbone, patch_size=4, **sizes, neck_hidden_sizes=[8, 16, 16, 16]
+        )
+        return transformers.DepthAnythingForDepthEstimation(config)
+    config = transformers.DPTConfig(
+        backbone_config=backbone, hidden_size=32, fusion_hidden_size=16, neck_hidden_sizes=[8, 16, 16, 16],
+        readout_type="ignore", patch_size=4, image_size=32, reassemble_factors=[4, 2, 1, 0.5],
     )  # fmt: skip
-    config = transformers.DepthAnythingConfig(
-        backbone_config=backbone, patch_size=4, reassemble_hidden_size=32, fusion_hidden_size=16, head_hidden_size=8,
-        neck_hidden_sizes=[8, 16, 16, 16],
-    )  # fmt: skip
-    model, images = transformers.DepthAnythingForDepthEstimation(config).eval(), hf_models.photos_for("dinov2", 2)
+    return transformers.DPTForDepthEstimation(config)
+
+
+BACKBONE = {"out_features": ["stage1", "stage2", "stage3", "stage4"], "reshape_hidden_states": False}
+
+
+@pytest.mark.parametrize("kind", ["depth_anything", "dpt"])
+def test_the_backbone_inside_a_model_for_depth(kind):
+    torch.manual_seed(0)
+    model = head_on_a_grid(kind, transformers.Dinov2Config(**hf_models.DINO, **BACKBONE)).eval()
+    images = hf_models.photos_for("dinov2", 2)
     with torch.inference_mode():
         before = model(images).predicted_depth
+        with pytest.raises(UserError, match=r"wraps a model; expected the model inside it, which is its \.backbone"):
+            reduce_(model, ToMe(r=8))
         reduce_(model.backbone, Random(at=2, keep=1.0))
         assert torch.equal(model(images).predicted_depth, before)
         reduce_(model.backbone, ToMe(r=8))
         after = model(images).predicted_depth
     assert after.shape == before.shape and not torch.equal(after, before) and after.isfinite().all()
+
+
+def test_the_backbone_inside_vitpose():
+    config = transformers.VitPoseConfig(
+        backbone_config=transformers.VitPoseBackboneConfig(**{**hf_models.POSE, "out_features": ["stage4"]}),
+        num_labels=5,
+    )
+    torch.manual_seed(0)
+    model, images = transformers.VitPoseForPoseEstimation(config).eval(), hf_models.photos_for("vitpose", 2)
+    with torch.inference_mode():
+        before = model(images).heatmaps
+        with pytest.raises(UserError, match=r"wraps a model; expected the model inside it, which is its \.backbone"):
+            reduce_(model, ToMe(r=8))
+        reduce_(model.backbone, Random(at=2, keep=1.0))
+        assert torch.equal(model(images).heatmaps, before)
+        reduce_(model.backbone, ToMe(r=8))
+        after = model(images).heatmaps
+    assert after.shape == before.shape and not torch.equal(after, before) and after.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (
+            lambda: transformers.VitPoseBackbone(
+                transformers.VitPoseBackboneConfig(**hf_models.POSE, num_experts=2, part_features=8)
+            ),
+            r"num_experts=2 \(ViTPose\+",
+        ),
+        (lambda: timm.create_model("naflexvit_base_patch16_gap", depth=1, embed_dim=32, num_heads=2), "padded grids"),
+        (
+            lambda: transformers.ViTMAEForPreTraining(
+                transformers.ViTMAEConfig(**hf_models.SHAPE, decoder_num_hidden_layers=1)
+            ),
+            "expected its encoder, a ViTMAEModel with mask_ratio=0",
+        ),
+        (
+            lambda: transformers.Owlv2ForObjectDetection(
+                transformers.Owlv2Config(vision_config=hf_models.SHAPE, text_config=hf_models.TEXT)
+            ),
+            "its detector reads the full grid; expected its encoder alone",
+        ),
+    ],
+)
+def test_what_reads_more_than_a_reduced_model_gives_is_refused_with_the_reason(build, told):
+    with pytest.raises(UserError, match=told) as caught:
+        reduce_(build(), Random(at=1))
+    assert "\n" not in str(caught.value)
 
 
 def test_transformers_trainer(tmp_path):

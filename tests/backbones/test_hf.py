@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,24 @@ from fvcore.nn import FlopCountAnalysis
 
 import tntprune
 from configs import stirred
-from hf_models import CLASSIFIERS, KINDS, WHOLE, call, inputs, make, photos_for, run, transformers, used
+from hf_models import (
+    CLASSIFIERS,
+    EVERY,
+    FAMILIES,
+    KINDS,
+    WHOLE,
+    call,
+    inputs,
+    make,
+    photos_for,
+    run,
+    transformers,
+    used,
+)
 from reference import by_place, in_halves
 from tntprune import ATS, TNT, DynamicViT, EViT, Random, ToMe
 from tntprune.backbones.attach import base_of, is_reduced, reduction_of
-from tntprune.backbones.base import find_backbone, tower_of
+from tntprune.backbones.base import adapters_of, find_backbone, tower_of
 from tntprune.backbones.hf.towers import mean_by_size
 from tntprune.methods import implementation
 from tntprune.ops import attention
@@ -46,12 +60,13 @@ EACH_FAMILY = (
             "aimv2_vision",
             "beit_classifier",
             "mae",
+            "siglip2",
         )
     ),
 )
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=EVERY)
 def kind(request):
     return request.param
 
@@ -265,6 +280,8 @@ def test_other_image_sizes(kind, name, size):
     if kind == "vit_classifier" and size != (32, 32):
         pytest.skip("transformers itself reads other sizes only from models that are square")
     model = stirred(make(kind), CONFIGS[name])
+    if kind == "vitpose":
+        pytest.skip("it takes one size only")
     if kind in ("aimv2", "aimv2_vision") and size != (32, 32):
         pytest.skip("its positions cannot be resampled")
     alone = any(word in kind for word in ("dinov", "registers", "aimv2", "beit", "siglip2"))  # they do it by themselves
@@ -286,7 +303,7 @@ def test_other_image_sizes(kind, name, size):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("each", EACH_FAMILY)
 def test_half_precision(each, name):
-    if each in ("siglip", "aimv2_vision") and name in ("evit", "ats"):
+    if each in ("siglip", "siglip2", "aimv2_vision") and name in ("evit", "ats"):
         pytest.skip("it has no CLS token")
     model, images = stirred(make(each), CONFIGS[name]), photos_for(each)
     exact = run(model, images)
@@ -326,6 +343,16 @@ class Bare(torch.nn.Module):
     )),
 ])  # fmt: skip
 def test_export_gives_what_eager_gives(each, name):
+    exported(each, name)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("each", [kinds[0] for kinds in FAMILIES.values()])
+def test_a_model_of_each_family_is_exported(each):
+    exported(each, "random")
+
+
+def exported(each, name):
     model, images = Bare(stirred(make(each), CONFIGS[name])), photos_for(each)
     program = torch.export.export(model, (images,)).module()
     with torch.inference_mode():
@@ -435,3 +462,15 @@ def test_labels_that_are_no_class_are_told():
     model = reduce_(make("vit_classifier"), DynamicViT(at=2))
     with pytest.raises(tntprune.UserError, match="labels from 99 to 99; the model has classes 0 to 6"):
         tntprune.calibrate_(model, photos_for("vit_classifier"), torch.full((3,), 99), progress=False)
+
+
+def test_there_is_a_model_of_each_class_and_a_line_of_each_family_in_the_docs():
+    """The marks in the table are the tests above of every kind."""
+    assert sorted(kind for kinds in FAMILIES.values() for kind in kinds) == sorted(KINDS)
+    towers = {type(part) for kind in KINDS for part in (make(kind), tower_of(make(kind)))}
+    for adapter in adapters_of("transformers"):
+        assert {*adapter.swaps, *adapter.holders} <= towers
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text()
+    rows = [row.strip("| ").split(" | ") for row in page.split("| family |")[1].split("\n\n")[0].splitlines()[2:]]
+    assert [row[0] for row in rows] == list(FAMILIES)
+    assert all(marks == ["yes"] * 5 for _, *marks in rows)

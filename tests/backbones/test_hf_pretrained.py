@@ -8,7 +8,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 
-from hf_models import KINDS, SHAPE, call, make, photos_for, run, transformers, used
+from hf_models import EVERY, SHAPE, call, make, photos_for, run, transformers, used
 from tntprune.analysis.macs import macs
 from tntprune.backbones.classnames import class_names
 from tntprune.backbones.models import files_of_model, load_model, random_model, shape_of
@@ -41,7 +41,7 @@ def folder(tmp_path):
     return put
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_the_model_in_a_folder(kind, folder):
     model, images, name = make(kind), photos_for(kind), folder(kind)
     loaded, shape = load_model(name), shape_of(name)
@@ -96,11 +96,25 @@ def test_the_encoder_of_a_head_that_is_not_supported_is_taken_and_told(tmp_path,
     assert "ViTForMaskedImageModeling is not supported; its ViTModel is taken" in capsys.readouterr().err
 
 
+def test_the_encoder_of_a_masked_autoencoder_masks_nothing(tmp_path, capsys):
+    config = transformers.ViTMAEConfig(**SHAPE, decoder_num_hidden_layers=1)
+    torch.manual_seed(0)
+    model = transformers.ViTMAEForPreTraining(config).eval()
+    model.save_pretrained(tmp_path)
+    loaded, images = load_model(f"hf:{tmp_path}"), photos_for("mae")
+    assert type(loaded) is transformers.ViTMAEModel and loaded.config.mask_ratio == 0
+    model.config.mask_ratio = 0.0
+    assert torch.equal(run(loaded, images), run(model.vit, images))
+    assert "ViTMAEForPreTraining is not supported; its ViTMAEModel is taken" in capsys.readouterr().err
+
+
 def test_a_family_that_is_not_supported(tmp_path):
     config = transformers.SwinConfig(embed_dim=8, depths=[1], num_heads=[1], image_size=32, architectures=["SwinModel"])
     config.save_pretrained(tmp_path)
     for find in (load_model, shape_of, random_model):
-        refused(lambda find=find: find(f"hf:{tmp_path}"), "SwinModel is not supported", "ViT, DINOv2", kind=UsageError)
+        refused(
+            lambda find=find: find(f"hf:{tmp_path}"), "SwinModel is not supported", "ViT, BEiT, DINOv2", kind=UsageError
+        )
 
 
 @pytest.mark.parametrize("find", [load_model, shape_of, random_model])

@@ -441,7 +441,7 @@ def test_whoever_saves_a_larger_model_is_told_that_the_reduction_is_left_out(tmp
         nn.ModuleDict({"tower": make("plain"), "other": reduce_(make("plain"), ToMe(r=5))}).state_dict()
 
 
-@pytest.mark.parametrize("kind", list(hf_models.KINDS))
+@pytest.mark.parametrize("kind", hf_models.EVERY)
 def test_models_that_save_their_reduction_are_saved_without_a_warning(kind, tmp_path):
     model = reduce_(hf_models.make(kind), ToMe(r=5))
     with warnings.catch_warnings():

@@ -21,9 +21,17 @@ FAMILIES = {  # the files of this folder, by the package of their models
     "timm": ("timm.vit", "timm.eva", "timm.beit"),
     "transformers": (
         "hf.vit", "hf.beit", "hf.dinov2", "hf.dinov3", "hf.clip", "hf.siglip", "hf.siglip2", "hf.aimv2",
-        "hf.idefics3", "hf.internvl", "hf.vlm",
+        "hf.vitpose", "hf.idefics3", "hf.internvl", "hf.vlm",
     ),
 }  # fmt: skip
+REASONS = {  # why models of some classes cannot be reduced, and what would do
+    "NaFlexVit": "it takes padded grids; expected a timm model of one grid, or transformers' Siglip2VisionModel",
+    "ViTMAEForPreTraining": "its decoder needs masked patches; expected its encoder, a ViTMAEModel with mask_ratio=0.0",
+    **dict.fromkeys(
+        ("OwlViTForObjectDetection", "Owlv2ForObjectDetection"),
+        "its detector reads the full grid; expected its encoder alone, an OwlViTModel or Owlv2Model",
+    ),
+}
 
 
 class BlockCost(NamedTuple):
@@ -224,6 +232,8 @@ def find_backbone(model: nn.Module) -> Backbone:
         if reason := adapter.obstacle(model):
             raise UserError(f"{reason} is not supported")
         return adapter
+    if reason := REASONS.get(type(model).__name__):
+        raise UserError(f"{type(model).__name__} is not supported: {reason}")
     refuse_wrapper(model)
     packages = [package for package in FAMILIES if sys.modules.get(package)]
     classes = [c for package in packages for a in adapters_of(package) for c in {**a.swaps, **a.holders}]
@@ -277,7 +287,7 @@ def supports(kind: type) -> bool:
     return any(kind in (*one.swaps, *one.holders) for one in adapters_of(kind.__module__.split(".")[0]))
 
 
-def adapters_of(package: str) -> list[Any]:
+def adapters_of(package: str) -> list[Backbone]:
     """Return the adapters of all families of a package."""
     names = [f"tntprune.backbones.{name}" for name in FAMILIES.get(package, ())]
     return [(sys.modules.get(name) or import_module(name)).ADAPTER for name in names]  # a compiler cannot import

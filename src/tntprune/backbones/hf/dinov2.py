@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,9 +15,18 @@ from tntprune.backbones.base import Costs
 from tntprune.backbones.hf.adapter import HuggingFace, linears
 from tntprune.backbones.hf.anatomy import Anatomy, Parts
 from tntprune.backbones.hf.maps import MapsTower
-from tntprune.backbones.hf.towers import OpenAttention, OpenLayer, ReducedPooling, ReducedTower, mean_by_size
+from tntprune.backbones.hf.towers import (
+    OpenAttention,
+    OpenLayer,
+    ReducedPooling,
+    ReducedTower,
+    derivations,
+    mean_by_size,
+)
 from tntprune.methods.base import Layout
 from tntprune.ops.tokens import Tokens
+
+FAMILIES = ((plain, "Dinov2"), (registers, "Dinov2WithRegisters"))  # and how their classes' names begin
 
 
 def parts(block: Any) -> Parts:
@@ -39,26 +49,6 @@ ANATOMY = Anatomy(
     parts=parts,
     interpolates=False,
 )
-
-
-class Dinov2Layer(OpenLayer, plain.Dinov2Layer):  # type: ignore[misc]
-    """A Dinov2Layer with a reduction inside it."""
-
-    parts = staticmethod(parts)
-
-
-class Dinov2WithRegistersLayer(OpenLayer, registers.Dinov2WithRegistersLayer):  # type: ignore[misc]
-    """A Dinov2WithRegistersLayer with a reduction inside it."""
-
-    parts = staticmethod(parts)
-
-
-class Dinov2Attention(OpenAttention, plain.Dinov2Attention):  # type: ignore[misc]
-    """A Dinov2Attention that a reduction can look at."""
-
-
-class Dinov2WithRegistersAttention(OpenAttention, registers.Dinov2WithRegistersAttention):  # type: ignore[misc]
-    """A Dinov2WithRegistersAttention that a reduction can look at."""
 
 
 class _Tower(ReducedTower):
@@ -102,31 +92,7 @@ class _Backbone(MapsTower, _Tower):
     """A DINOv2 that gives maps."""
 
 
-class Dinov2Model(_Model, plain.Dinov2Model):  # type: ignore[misc]
-    """A Dinov2Model whose forward drops or merges tokens."""
-
-
-class Dinov2WithRegistersModel(_Model, registers.Dinov2WithRegistersModel):  # type: ignore[misc]
-    """A Dinov2WithRegistersModel whose forward drops or merges tokens."""
-
-
-class Dinov2Backbone(_Backbone, plain.Dinov2Backbone):  # type: ignore[misc]
-    """A Dinov2Backbone whose forward drops or merges tokens."""
-
-
-class Dinov2WithRegistersBackbone(_Backbone, registers.Dinov2WithRegistersBackbone):  # type: ignore[misc]
-    """A Dinov2WithRegistersBackbone whose forward drops or merges tokens."""
-
-
-class Dinov2ForImageClassification(_Classifier, plain.Dinov2ForImageClassification):  # type: ignore[misc]
-    """A Dinov2ForImageClassification with such a tower."""
-
-
-class Dinov2WithRegistersForImageClassification(
-    _Classifier,
-    registers.Dinov2WithRegistersForImageClassification,  # type: ignore[misc]
-):
-    """A Dinov2WithRegistersForImageClassification with such a tower."""
+made = partial(derivations, FAMILIES, home=__name__)
 
 
 class HuggingFaceDinov2(HuggingFace):
@@ -134,24 +100,14 @@ class HuggingFaceDinov2(HuggingFace):
 
     anatomy = ANATOMY
     swaps: ClassVar = {
-        plain.Dinov2Model: Dinov2Model,
-        plain.Dinov2ForImageClassification: Dinov2ForImageClassification,
-        registers.Dinov2WithRegistersModel: Dinov2WithRegistersModel,
-        registers.Dinov2WithRegistersForImageClassification: Dinov2WithRegistersForImageClassification,
-        plain.Dinov2Backbone: Dinov2Backbone,
-        registers.Dinov2WithRegistersBackbone: Dinov2WithRegistersBackbone,
+        **made("Model", _Model),
+        **made("Backbone", _Backbone),
+        **made("ForImageClassification", _Classifier),
     }
-    opened: ClassVar = {
-        plain.Dinov2Layer: Dinov2Layer,
-        registers.Dinov2WithRegistersLayer: Dinov2WithRegistersLayer,
-        plain.Dinov2Attention: Dinov2Attention,
-        registers.Dinov2WithRegistersAttention: Dinov2WithRegistersAttention,
-    }
+    opened: ClassVar = {**made("Layer", OpenLayer, parts=staticmethod(parts)), **made("Attention", OpenAttention)}
     holders: ClassVar = {
-        plain.Dinov2ForImageClassification: plain.Dinov2ForImageClassification.base_model_prefix,
-        registers.Dinov2WithRegistersForImageClassification: (
-            registers.Dinov2WithRegistersForImageClassification.base_model_prefix
-        ),
+        kind: kind.base_model_prefix
+        for kind in (plain.Dinov2ForImageClassification, registers.Dinov2WithRegistersForImageClassification)
     }
 
     def pool(self, model: nn.Module) -> str:

@@ -15,6 +15,8 @@ from tntprune.ops.tokens import Tokens, fill, spread
 class MapsTower(ReducedTower):
     """A reduced tower that gives a full map of each stage asked for."""
 
+    norms: bool | None = None  # whether every stage is normalised; None where the config says so
+    reshapes: bool | None = None  # whether a stage is (B, D, rows, columns) and not (B, N, D); None likewise
     norms_last = False  # whether the last stage is normalised even where `apply_layernorm` is off
     prefixed = True  # whether stages that are not reshaped have their prefix tokens
 
@@ -27,6 +29,8 @@ class MapsTower(ReducedTower):
         refuse_proxy(pixel_values)
         wanted = self.check((attention_mask,), kwargs)
         grid, depth = self.grid(pixel_values), len(self.blocks)
+        norms = self.config.apply_layernorm if self.norms is None else self.norms
+        reshapes = self.config.reshape_hidden_states if self.reshapes is None else self.reshapes
         maps: list[torch.Tensor] = []
         classes: list[torch.Tensor] = []
         states: list[torch.Tensor | None] = []
@@ -35,10 +39,10 @@ class MapsTower(ReducedTower):
             if self.stage_names[number] not in self.out_features:
                 return
             tokens = self.reduction.unfold(tokens)
-            normed = self.config.apply_layernorm or (self.norms_last and number == depth)
+            normed = norms or (self.norms_last and number == depth)
             tokens = self.final(tokens) if normed else tokens
             classes.append(tokens.x[:, 0])
-            if self.config.reshape_hidden_states:
+            if reshapes:
                 maps.append(fill(tokens, grid))
             else:
                 first = [tokens.x[:, : tokens.prefix]] if self.prefixed else []

@@ -52,10 +52,13 @@ class Named:
         encoder: Any = transformers.MODEL_MAPPING.get(type(self.config), None)
         found = next((kind for kind in (own, encoder) if isinstance(kind, type) and supports(kind)), None)
         if found is None:
-            families = ", ".join(adapter.anatomy.name for adapter in adapters_of("transformers"))
+            adapters: Any = adapters_of("transformers")
+            families = ", ".join(adapter.anatomy.name for adapter in adapters)
             what = named[0] if named else type(self.config).__name__.removesuffix("Config")
             raise UsageError(f"{name}: {what} is not supported; expected a model of {families}")
         self.kind: Any = found
+        if getattr(self.config, "mask_ratio", 0):
+            self.config.mask_ratio = 0.0  # ViT-MAE as an encoder; it masks for its own training
         if own is not found and named:
             warn(f"{name}: {named[0]} is not supported; its {found.__name__} is taken, which gives embeddings")
 

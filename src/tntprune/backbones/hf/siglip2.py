@@ -84,9 +84,7 @@ class _Tower(Tower):
     def embed(self: Any, images: torch.Tensor, shapes: Any = None, **options: Any) -> tuple[torch.Tensor, None]:
         """Take patches with the shapes of their grids, or images."""
         if shapes is None and images.ndim != 4:
-            raise UserError(
-                "patches without spatial_shapes; expected the shapes of the grids, as the processor gives them"
-            )
+            raise UserError("patches without spatial_shapes; expected them too, as the processor makes them")
         patches, shapes = patches_of(self, images) if shapes is None else (images, shapes)
         return self.embeddings(patches, shapes), None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,15 +24,16 @@ from tntprune.backbones.hf.towers import (
     ReducedModel,
     ReducedPooling,
     ReducedTower,
+    derivations,
     derived,
     mean_by_size,
 )
 from tntprune.methods.base import Layout
 from tntprune.ops.tokens import Tokens
 
-FAMILIES = (  # and how their classes' names begin
-    (vit, "ViT"), (deit, "DeiT"), (msn, "ViTMSN"), (mae, "ViTMAE"), (ijepa, "IJepa"),
-)  # fmt: skip
+ALIKE = ((vit, "ViT"), (deit, "DeiT"), (ijepa, "IJepa"))  # and how their classes' names begin
+MSN, MAE = ((msn, "ViTMSN"),), ((mae, "ViTMAE"),)
+FAMILIES = (*ALIKE, *MSN, *MAE)
 
 
 def _parts(block: Any) -> Parts:
@@ -100,7 +102,9 @@ class _Masked(_Tower):
         noise = in_order(self, pixel_values)  # (B, N)
         return tokens, self.output(**out, mask=torch.zeros_like(noise), ids_restore=noise.long())
 
-    def forward(self, pixel_values: Any = None, noise: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def forward(  # type: ignore[override]
+        self, pixel_values: Any = None, noise: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Turn images into the tokens that are left, normalised."""
         return super().forward(pixel_values, None, *args, **kwargs)
 
@@ -120,22 +124,11 @@ class _Pooling(ReducedPooling):
         return self.classify(labels, found, kwargs, **loss)
 
 
-OPENED = {
-    kind: derived(kind, mixin, home=__name__, **attributes)
-    for module, name in FAMILIES
-    for kind, mixin, attributes in (
-        (getattr(module, f"{name}Layer"), OpenLayer, {"parts": staticmethod(_parts)}),
-        (getattr(module, f"{name}Attention"), OpenAttention, {}),
-    )
-}
+made = partial(derivations, home=__name__)
 TOWERS = {
-    getattr(module, f"{name}Model"): derived(
-        getattr(module, f"{name}Model"),
-        _Masked if module is mae else _Tower,
-        home=__name__,
-        **({"output": BaseModelOutput} if module is msn else {}),
-    )
-    for module, name in FAMILIES
+    **made(ALIKE, "Model", _Tower),
+    **made(MSN, "Model", _Tower, output=BaseModelOutput),
+    **made(MAE, "Model", _Masked),
 }
 HOLDERS = {  # classifiers, and the name of the tower in them
     vit.ViTForImageClassification: "vit",
@@ -150,7 +143,10 @@ class HuggingFaceViT(HuggingFace):
     """The adapter."""
 
     anatomy = ANATOMY
-    opened: ClassVar = OPENED
+    opened: ClassVar = {
+        **made(FAMILIES, "Layer", OpenLayer, parts=staticmethod(_parts)),
+        **made(FAMILIES, "Attention", OpenAttention),
+    }
     holders: ClassVar = HOLDERS
     swaps: ClassVar = {
         **TOWERS,
