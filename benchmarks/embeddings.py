@@ -96,13 +96,14 @@ def train(data: Path, out: Path) -> float:
     return float(json.loads((run / "log.jsonl").read_text().splitlines()[-1])["seconds"])
 
 
-def main(data: Path, out: Path, page: Path = Path("docs/results/embeddings.md")) -> None:
+def main(data: Path, out: Path, page: Path = Path("docs/results/embeddings.md"), backwards: bool = False) -> None:
     """Everything.
 
     Args:
         data: The folder with the weights, calibration-1000 and imagenet-val-1300.
         out: Where the training and the rows go.
         page: The page to write.
+        backwards: Take the rows from the last to the first, beside a process that takes them from the first.
     """
     make_folder(out)
     seconds = train(data, out)
@@ -113,8 +114,10 @@ def main(data: Path, out: Path, page: Path = Path("docs/results/embeddings.md"))
         (share, name, fitted(gallery.model, make, share * whole))
         for share in SHARES for name, make in METHODS.items()
     ]  # fmt: skip
+    for share, name, config in tqdm(plan[::-1] if backwards else plan, unit="row"):
+        gallery.row(f"{name} {share}", config)
     lines = []
-    for share, name, config in tqdm(plan, unit="row"):
+    for share, name, config in plan:
         found = gallery.row(f"{name} {share}", config)
         told = " | ".join(f"{found[column]:{form}}" for column, form in COLUMNS.items())
         lines.append(f"| {share} | {name} | {found['macs'] / whole:.3f} | {told} |")
