@@ -16,7 +16,7 @@ from PIL import Image
 from timm.data import ImageNetInfo
 
 from conftest import make
-from tntprune.backbones.models import shape_of
+from tntprune.backbones.models import drop_classifier_, shape_of
 from tntprune.data import datasets as opening
 from tntprune.data.augment import AUTHORS, LIGHT
 from tntprune.data.batches import PhotoSource, Share
@@ -31,6 +31,7 @@ from tntprune.errors import UsageError, UserError
 
 IMAGENET = shape_of("test_vit")  # 1000 classes
 SEVEN = make("plain")
+HEADLESS = drop_classifier_(make("plain"))
 WORDNET = ImageNetInfo("imagenet-1k").label_names()
 PLAIN = [f"class{i}" for i in range(7)]
 BROKEN = b"\x89PNG\r\n\x1a\n but no more"
@@ -102,6 +103,18 @@ def test_folders_are_read_as_before(folder):
     refused(lambda: open_photos(path, SEVEN, root=path), "a folder needs no root", kind=UsageError)
 
 
+def test_a_model_without_classes_takes_any_folders_for_labels(folder):
+    path = folder(["b", "a", "c/deep"]) / "train"
+    found = open_photos(path, HEADLESS, labelled=None)
+    assert [(photo.path.relative_to(path).parts[0], photo.label) for photo in found[::2]] == [
+        ("a", 0),
+        ("b", 1),
+        ("c", 2),
+    ]
+    (path / "loose.png").write_bytes(encoded(99))
+    assert {photo.label for photo in open_photos(path, HEADLESS, labelled=None)} == {-1}
+
+
 def test_a_path_is_a_folder_whatever_its_name(folder, monkeypatch):
     path = folder(PLAIN)
     path.rename(path.with_name("wds"))
@@ -111,16 +124,20 @@ def test_a_path_is_a_folder_whatever_its_name(folder, monkeypatch):
 
 @pytest.mark.parametrize(
     ("model", "names", "labels"),
-    [(SEVEN, PLAIN, range(7)), (IMAGENET, ["n01440764", "n02123045", "n15075141"], (0, 281, 999))],
-    ids=["plain", "wordnet"],
+    [
+        (SEVEN, PLAIN, range(7)),
+        (IMAGENET, ["n01440764", "n02123045", "n15075141"], (0, 281, 999)),
+        (HEADLESS, ["birds", "cats", "dogs"], range(3)),
+    ],
+    ids=["plain", "wordnet", "no classes"],
 )
 @pytest.mark.parametrize("kind", ["hfds", "hfids", "torch"])
 def test_data_sets_have_the_classes_of_the_model(folder, tmp_path, kind, model, names, labels):
-    path = folder(names)
+    path, labelled = folder(names), None if model is HEADLESS else True
     if kind == "torch":
-        found = open_photos("torch/folder", model, split="train", root=path)
+        found = open_photos("torch/folder", model, split="train", root=path, labelled=labelled)
     else:
-        options = {"samples": 2 * len(names)} if kind == "hfids" else {}
+        options = {"samples": 2 * len(names), "labelled": labelled} if kind == "hfids" else {"labelled": labelled}
         found = open_photos(f"{kind}/{path}", model, training=True, root=tmp_path / "cache", **options)
     photos = list(found.photos()) if kind == "hfids" else list(found)
     assert len(found) == len(photos) == 2 * len(names)
