@@ -88,6 +88,7 @@ PAGES = {
     "results/pretrained.md": Page(("pretrained.py",), (*REAL, "training", "shipping"), f"{DATA} --out runs/pretrained"),
     "results/comparison.md": Page(("results.py",), (*REAL, "training", "timing"), f"{DATA} --out runs/results"),
     "results/research-notes.md": Page(METHOD, (*REAL, "training"), f"{DATA} --out runs/method --part page"),
+    "results/vlm.md": Page(("vlm.py",), (*REAL, "training"), "--out runs/vlm"),
     "results/scale.md": Page(("scale.py",), ("training",), "--out runs/scale"),
 }
 

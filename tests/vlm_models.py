@@ -68,6 +68,9 @@ KINDS: dict[str, Callable[[], Any]] = {
             **_siglip(), **_llama(), **TOKENS, vision_feature_select_strategy="full", vision_feature_layer=-1
         )
     ),
+    "llava_vit": lambda: LlavaForConditionalGeneration(
+        LlavaConfig(vision_config={"model_type": "vit", **VISION}, **_llama(), **TOKENS, vision_feature_layer=-1)
+    ),
     "paligemma": lambda: PaliGemmaForConditionalGeneration(
         PaliGemmaConfig(
             **_siglip(projection_dim=32), text_config={"model_type": "gemma", **TEXT}, projection_dim=32, **TOKENS
@@ -97,7 +100,14 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
     "smolvlm": lambda: SmolVLMForConditionalGeneration(SmolVLMConfig(**_idefics("smolvlm"), **_llama(), **TOKENS)),
 }  # fmt: skip
-SHORTENED = ("llava", "llava_siglip", "paligemma", "llava_next", "vipllava")  # those that take output="tokens"
+SHORTENED = (
+    "llava",
+    "llava_siglip",
+    "llava_vit",
+    "paligemma",
+    "llava_next",
+    "vipllava",
+)  # those that take output="tokens"
 SIZES = torch.tensor([[60, 50]])  # of an image before it is cut into crops, rows and columns
 
 

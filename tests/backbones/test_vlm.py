@@ -17,7 +17,7 @@ from tntprune.backbones.base import tower_of
 from tntprune.reduce import reduce_, restore_
 from vlm_models import KINDS, ONE, SEVERAL, SHORTENED, TEXT, TOKENS, VISION, make, prompts
 
-CLS = ("llava", "llava_next", "vipllava", "internvl")  # kinds with a CLS token
+CLS = ("llava", "llava_vit", "llava_next", "vipllava", "internvl")  # kinds with a CLS token
 CONFIGS = {
     "tnt": TNT(at=(1, 2), keep=0.6, similar=5),
     "tome": ToMe(r=5),
