@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     Gemma3Config,
@@ -108,7 +109,13 @@ SHORTENED = (
     "llava_next",
     "vipllava",
 )  # those that take output="tokens"
+RARE = ("llava_siglip", "llava_vit", "llava_next", "onevision", "idefics3")  # for the wide tests: others are like them
 SIZES = torch.tensor([[60, 50]])  # of an image before it is cut into crops, rows and columns
+
+
+def usual(kinds: Iterable[str]) -> list[Any]:
+    """Return kinds as parameters of a test, of which rare ones are for the wide tests."""
+    return [pytest.param(kind, marks=pytest.mark.wide) if kind in RARE else kind for kind in kinds]
 
 
 def make(kind: str, attention: str = "sdpa") -> Any:

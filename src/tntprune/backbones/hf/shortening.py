@@ -174,6 +174,11 @@ class ShorteningModel(ReducedModel):
         batch, count = (kwargs["inputs_embeds"] if ids is None else ids).shape[:2]
         device = (kwargs["inputs_embeds"] if ids is None else ids).device
         held = 0 if cache is None else int(cache.get_seq_length())
+        if seen is not None and (held < seen.mask.shape[1] or seen.mask.shape[0] not in (1, batch)):
+            raise UserError(
+                f"a cache of {seen.mask.shape[0]} prompt(s) that was cut back or spread after it was filled; expected "
+                "it as the model left it"
+            )
         past = held if seen is None else held + seen.length - seen.mask.shape[1]  # tokens before it was shortened
         if mask is not None and getattr(mask, "shape", None) != (batch, past + count):
             raise UserError(
