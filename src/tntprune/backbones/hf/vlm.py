@@ -181,7 +181,7 @@ class VisionLanguage(Backbone):
         """
         family, inner, shape = self.family(model), self.inner(model), self.layout(model)
         projector, language = (inner.get_submodule(name) for name in (family.projector, family.language))
-        blocks = [(block, getattr(block, "self_attn", None)) for block in language.layers]
+        blocks: list[tuple[Any, Any]] = [(block, getattr(block, "self_attn", None)) for block in language.layers]
         if not all(
             hasattr(attention, name) for _, attention in blocks for name in ("q_proj", "k_proj", "v_proj")
         ) or any(hasattr(block.mlp, "experts") for block, _ in blocks):
