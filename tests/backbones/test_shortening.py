@@ -211,6 +211,15 @@ def test_a_second_turn_goes_on_from_the_cache_of_the_first(kind):
     assert torch.equal(again, second)
 
 
+def test_a_shortened_cache_is_understood_whatever_the_tower_gives_afterwards():
+    model = shortened("llava")
+    out = run(model, prompts("llava", model, ONE))
+    step, twin = {"input_ids": torch.tensor([[5]])}, copy.deepcopy(out.cache)
+    expected = run(model, step, cache=out.cache).logits
+    reduce_(model, CONFIGS["random"])
+    assert torch.equal(run(model, step, cache=twin).logits, expected)
+
+
 def test_a_cache_that_was_filled_with_text_first():
     model = shortened("llava")
     given = prompts("llava", model, ONE)

@@ -109,7 +109,7 @@ class ShorteningModel(ReducedModel):
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
         seen: Seen | None = getattr(cache, STATE, None)
         images = (mm_encoder_outputs or {}).get("image")
-        if not self.shortens or (images is None and pixel_values is None and seen is None):
+        if seen is None and (not self.shortens or (images is None and pixel_values is None)):
             whole = {"pixel_values": pixel_values, "mm_encoder_outputs": mm_encoder_outputs}
             return super().forward(**given, **whole, **kwargs)  # type: ignore[misc]
         if images is None and pixel_values is not None:

@@ -69,6 +69,7 @@ OWN_TOWERS = {  # models whose towers are something else, by the beginning of th
     "Qwen2VL": "attends within the images of one packed sequence",
     "Qwen2_5_VL": "attends within windows of one packed sequence",
     "Qwen3VL": "attends within the images of one packed sequence and hands several of its layers on",
+    "Qwen3VLMoe": "attends within the images of one packed sequence and hands several of its layers on",
 }
 
 
