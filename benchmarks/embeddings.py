@@ -71,7 +71,7 @@ class Gallery:
         return embed(self.base, self.images)
 
     def reduced(self, config: Config) -> nn.Module:
-        """The model of a row; TNT's scorers are those that were trained."""
+        """Return the model of a row; TNT's scorers are those that were trained."""
         restore_(self.model)
         if isinstance(config, TNT):
             return load_(self.model, self.out / "scorers", at=config.at, keep=config.keep)

@@ -95,7 +95,7 @@ class Found:
 
 
 def small_model() -> nn.Module:
-    """A model of 2 blocks, 196 patches and heads of 64 entries, the same at every call."""
+    """Make a model of 2 blocks, 196 patches and heads of 64 entries, the same at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         size: dict[str, int] = {"img_size": 112, "patch_size": 8, "embed_dim": 128, "depth": 2, "num_heads": 2}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     Gemma3Config,
@@ -68,6 +69,9 @@ KINDS: dict[str, Callable[[], Any]] = {
             **_siglip(), **_llama(), **TOKENS, vision_feature_select_strategy="full", vision_feature_layer=-1
         )
     ),
+    "llava_vit": lambda: LlavaForConditionalGeneration(
+        LlavaConfig(vision_config={"model_type": "vit", **VISION}, **_llama(), **TOKENS, vision_feature_layer=-1)
+    ),
     "paligemma": lambda: PaliGemmaForConditionalGeneration(
         PaliGemmaConfig(
             **_siglip(projection_dim=32), text_config={"model_type": "gemma", **TEXT}, projection_dim=32, **TOKENS
@@ -97,8 +101,21 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
     "smolvlm": lambda: SmolVLMForConditionalGeneration(SmolVLMConfig(**_idefics("smolvlm"), **_llama(), **TOKENS)),
 }  # fmt: skip
-SHORTENED = ("llava", "llava_siglip", "paligemma", "llava_next", "vipllava")  # those that take output="tokens"
+SHORTENED = (
+    "llava",
+    "llava_siglip",
+    "llava_vit",
+    "paligemma",
+    "llava_next",
+    "vipllava",
+)  # those that take output="tokens"
+RARE = ("llava_siglip", "llava_vit", "llava_next", "onevision", "idefics3")  # for the wide tests: others are like them
 SIZES = torch.tensor([[60, 50]])  # of an image before it is cut into crops, rows and columns
+
+
+def usual(kinds: Iterable[str]) -> list[Any]:
+    """Return kinds as parameters of a test, of which rare ones are for the wide tests."""
+    return [pytest.param(kind, marks=pytest.mark.wide) if kind in RARE else kind for kind in kinds]
 
 
 def make(kind: str, attention: str = "sdpa") -> Any:

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tntprune
 from tntprune import TNT, Random
 from tntprune.reduce import reduce_
-from vlm_models import KINDS, SHORTENED, make, placeholders, prompts
+from vlm_models import KINDS, SHORTENED, make, placeholders, prompts, usual
 
 
 def counted(call):
@@ -18,7 +18,7 @@ def counted(call):
     return counter.get_total_flops() / 2
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("llava_next", "onevision")])
+@pytest.mark.parametrize("kind", usual(kind for kind in KINDS if kind not in ("llava_next", "onevision")))
 @pytest.mark.parametrize("output", ["", "grid", "tokens"])
 def test_predicted_macs_are_the_counted_ones(kind, output):
     if output == "tokens" and kind not in SHORTENED:

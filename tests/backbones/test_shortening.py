@@ -13,7 +13,7 @@ from tntprune import ATS, TNT, Random, ToMe
 from tntprune.backbones.attach import base_of, reduction_of
 from tntprune.backbones.hf.shortening import places_of
 from tntprune.reduce import reduce_
-from vlm_models import IMAGE, ONE, PAD, SEVERAL, SHORTENED, make, pixels, placeholders, prompts
+from vlm_models import IMAGE, ONE, PAD, SEVERAL, SHORTENED, make, pixels, placeholders, prompts, usual
 
 CONFIGS = {
     "random": Random(at=2, keep=0.25),
@@ -22,7 +22,7 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(params=SHORTENED)
+@pytest.fixture(params=usual(SHORTENED))
 def kind(request):
     return request.param
 
@@ -211,6 +211,15 @@ def test_a_second_turn_goes_on_from_the_cache_of_the_first(kind):
     assert torch.equal(again, second)
 
 
+def test_a_shortened_cache_is_understood_whatever_the_tower_gives_afterwards():
+    model = shortened("llava")
+    out = run(model, prompts("llava", model, ONE))
+    step, twin = {"input_ids": torch.tensor([[5]])}, copy.deepcopy(out.cache)
+    expected = run(model, step, cache=out.cache).logits
+    reduce_(model, CONFIGS["random"])
+    assert torch.equal(run(model, step, cache=twin).logits, expected)
+
+
 def test_a_cache_that_was_filled_with_text_first():
     model = shortened("llava")
     given = prompts("llava", model, ONE)
@@ -290,6 +299,10 @@ def test_what_a_shortened_sequence_cannot_do_is_refused_in_one_line():
         run(model, packed, use_cache=False)
     with pytest.raises(tntprune.UserError, match="assisted generation cannot take tokens back"):
         model.generate(**given, max_new_tokens=2, prompt_lookup_num_tokens=2)
+    cache = run(model, given).cache
+    cache.crop(-5)
+    with pytest.raises(tntprune.UserError, match=r"a cache of 1 prompt\(s\) that was cut back"):
+        run(model, {"input_ids": torch.tensor([[5]])}, cache=cache)
     with pytest.raises(tntprune.UserError, match="every visual token was dropped, or the tower gives NaN"):
         run(model, {**given, "pixel_values": given["pixel_values"] * torch.nan})
 

@@ -15,9 +15,9 @@ from tntprune import ATS, TNT, EViT, Random, ToMe
 from tntprune.backbones.attach import base_of, is_reduced, reduction_of
 from tntprune.backbones.base import tower_of
 from tntprune.reduce import reduce_, restore_
-from vlm_models import KINDS, ONE, SEVERAL, SHORTENED, TEXT, TOKENS, VISION, make, prompts
+from vlm_models import KINDS, ONE, SEVERAL, SHORTENED, TEXT, TOKENS, VISION, make, prompts, usual
 
-CLS = ("llava", "llava_next", "vipllava", "internvl")  # kinds with a CLS token
+CLS = ("llava", "llava_vit", "llava_next", "vipllava", "internvl")  # kinds with a CLS token
 CONFIGS = {
     "tnt": TNT(at=(1, 2), keep=0.6, similar=5),
     "tome": ToMe(r=5),
@@ -26,7 +26,7 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=usual(KINDS))
 def kind(request):
     return request.param
 
@@ -37,8 +37,9 @@ def run(model, given, **options):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.wide)])
-def test_keep_one_is_the_base_bit_for_bit_and_so_is_a_restored_one(kind, attention):
-    model = make(kind, attention)
+@pytest.mark.parametrize("every", KINDS)
+def test_keep_one_is_the_base_bit_for_bit_and_so_is_a_restored_one(every, attention):
+    kind, model = every, make(every, attention)
     given, plain, inner = prompts(kind, model, SEVERAL), type(model), type(model.model)
     names, before = list(model.state_dict()), run(model, given)
     for output in ("grid", "tokens") if kind in SHORTENED else ("grid",):

@@ -14,10 +14,10 @@ from tntprune.reduce import reduce_
 from tntprune.training.calibrate import fit
 from tntprune.training.config import Training
 from tntprune.training.trainer import Trainer
-from vlm_models import IMAGE, KINDS, SEVERAL, SHORTENED, make, prompts
+from vlm_models import IMAGE, KINDS, SEVERAL, SHORTENED, make, prompts, usual
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", usual(KINDS))
 def test_a_scorer_is_trained_and_the_model_is_not(kind):
     model = make(kind)
     output = "tokens" if kind in SHORTENED else "grid"

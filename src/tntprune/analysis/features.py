@@ -51,8 +51,8 @@ def features(
     if isinstance(tower, Reduced):
         tokens: Tokens = tower.final(tower.walk(images, follow=True))
     else:
-        found = find_backbone(tower).answer(tower, images).tokens
-        assert found is not None  # of a tower
-        tokens = found
+        last = find_backbone(tower).answer(tower, images).tokens
+        assert last is not None  # of a tower
+        tokens = last
     found = fill(tokens, grid)
     return (found, tokens.x[:, : tokens.prefix]) if return_prefix_tokens else found

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from tntprune.backbones.prompts import Prompts
 from tntprune.errors import UserError
 from tntprune.methods.base import Layout
 from tntprune.ops.tokens import Tokens
@@ -173,14 +172,14 @@ class Backbone(ABC):
         return model(images)  # type: ignore[no-any-return]
 
     @abstractmethod
-    def answer(self, model: nn.Module, images: torch.Tensor | Prompts) -> Answer:
+    def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
         """Everything that training looks at, of a model that is reduced or not."""
 
     @abstractmethod
     def judge(self, model: nn.Module, tokens: Tokens) -> Answer:
         """Return the answer to the tokens that leave the last block of a reduced model."""
 
-    def check_images(self, model: nn.Module, images: torch.Tensor | Prompts) -> None:
+    def check_images(self, model: nn.Module, images: torch.Tensor) -> None:
         """Refuse images that the forward pass of a model, reduced or not, does not take.
 
         Args:

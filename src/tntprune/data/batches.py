@@ -16,7 +16,7 @@ from tntprune.data.mixing import Mixer, check_even
 from tntprune.data.streams import Stream
 from tntprune.errors import UsageError, UserError
 
-Pair = tuple[torch.Tensor | Prompts, torch.Tensor | None]
+Pair = tuple[Any, torch.Tensor | None]  # images or `Prompts`, and labels
 T = TypeVar("T")
 
 

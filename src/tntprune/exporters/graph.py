@@ -32,7 +32,10 @@ class Answering(nn.Module):
         """Take (B, C, H, W) in fp32, whatever the model computes in."""
         answer = self.backbone.answer(self.model, images.to(self.dtype))
         logits = answer.logits.float()
-        return (logits, answer.tokens.index) if self.indices else (logits,)
+        if not self.indices:
+            return (logits,)
+        assert answer.tokens is not None  # of a model of images alone
+        return (logits, answer.tokens.index)
 
 
 def exportable(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -160,7 +160,7 @@ def calibrate_(
     backbone = find_backbone(model)
     classes = backbone.classes(model)
     if backbone.prompts and isinstance(data, torch.Tensor | str | Path):
-        backbone.check_images(model, data)  # type: ignore[arg-type]  # which says what is missing
+        backbone.check_images(model, cast(Any, data))  # which says what is missing
     if labels is not None and classes and not bool(((labels >= 0) & (labels < classes)).all()):
         raise UserError(f"labels from {labels.min()} to {labels.max()}; the model has classes 0 to {classes - 1}")
     if isinstance(data, torch.Tensor):

@@ -216,7 +216,7 @@ class Trainer:
             return f"{step} before anything was learned; expected {noise}{half}"
         return f"{step}; try a smaller lr (--lr) than {self.rate:g}{half}"
 
-    def backward(self, images: torch.Tensor | Prompts, labels: torch.Tensor | None) -> torch.Tensor:
+    def backward(self, images: Any, labels: torch.Tensor | None) -> torch.Tensor:
         """Add the gradients of one part of a batch to those that are there; the loss is its share of the batch's."""
         images = images.to(self.device, non_blocking=True)
         if images.is_inference():  # autograd takes none that were made under inference_mode
@@ -240,7 +240,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def loss(self, images: torch.Tensor | Prompts, labels: torch.Tensor | None) -> torch.Tensor:
+    def loss(self, images: Any, labels: torch.Tensor | None) -> torch.Tensor:
         """Add up divergence from the unpruned model, cross-entropy to the labels, and what the method adds."""
         method = self.method
         teacher, answer = self.answers(images)
@@ -275,7 +275,7 @@ class Trainer:
         target, own = teacher.log_softmax(1), student.log_softmax(1)
         return F.kl_div(own, target, reduction="batchmean", log_target=True)
 
-    def answers(self, images: torch.Tensor | Prompts) -> tuple[Answer | None, Answer]:
+    def answers(self, images: Any) -> tuple[Answer | None, Answer]:
         """Return what the unpruned model says, if anyone wants to know, and what the reduced one says."""
         if self.twice:
             tower: Any = tower_of(self.model)

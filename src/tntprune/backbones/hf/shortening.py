@@ -109,7 +109,7 @@ class ShorteningModel(ReducedModel):
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
         seen: Seen | None = getattr(cache, STATE, None)
         images = (mm_encoder_outputs or {}).get("image")
-        if not self.shortens or (images is None and pixel_values is None and seen is None):
+        if seen is None and (not self.shortens or (images is None and pixel_values is None)):
             whole = {"pixel_values": pixel_values, "mm_encoder_outputs": mm_encoder_outputs}
             return super().forward(**given, **whole, **kwargs)  # type: ignore[misc]
         if images is None and pixel_values is not None:
@@ -174,6 +174,11 @@ class ShorteningModel(ReducedModel):
         batch, count = (kwargs["inputs_embeds"] if ids is None else ids).shape[:2]
         device = (kwargs["inputs_embeds"] if ids is None else ids).device
         held = 0 if cache is None else int(cache.get_seq_length())
+        if seen is not None and (held < seen.mask.shape[1] or seen.mask.shape[0] not in (1, batch)):
+            raise UserError(
+                f"a cache of {seen.mask.shape[0]} prompt(s) that was cut back or spread after it was filled; expected "
+                "it as the model left it"
+            )
         past = held if seen is None else held + seen.length - seen.mask.shape[1]  # tokens before it was shortened
         if mask is not None and getattr(mask, "shape", None) != (batch, past + count):
             raise UserError(

@@ -18,7 +18,7 @@ from transformers.models.smolvlm import modeling_smolvlm as smolvlm
 from transformers.models.vipllava import modeling_vipllava as vipllava
 
 from tntprune.backbones.base import Answer, Backbone, Costs, WordCosts, kind_of
-from tntprune.backbones.hf import clip, idefics3, internvl, siglip
+from tntprune.backbones.hf import clip, idefics3, internvl, siglip, vit
 from tntprune.backbones.hf.adapter import HuggingFace, linears
 from tntprune.backbones.hf.shortening import ShorteningGenerator, ShorteningModel, VisibleProjector
 from tntprune.backbones.hf.towers import ReducedModel, derived
@@ -64,11 +64,12 @@ FAMILIES = (
     ),
     Family(smolvlm, "SmolVLM", "vision_model", "connector", "text_model", "its projector joins cells of patches"),
 )
-TOWERS: tuple[HuggingFace, ...] = (clip.ADAPTER, siglip.ADAPTER, idefics3.ADAPTER, internvl.ADAPTER)
+TOWERS: tuple[HuggingFace, ...] = (clip.ADAPTER, siglip.ADAPTER, vit.ADAPTER, idefics3.ADAPTER, internvl.ADAPTER)
 OWN_TOWERS = {  # models whose towers are something else, by the beginning of their classes' names
     "Qwen2VL": "attends within the images of one packed sequence",
     "Qwen2_5_VL": "attends within windows of one packed sequence",
     "Qwen3VL": "attends within the images of one packed sequence and hands several of its layers on",
+    "Qwen3VLMoe": "attends within the images of one packed sequence and hands several of its layers on",
 }
 
 
@@ -181,7 +182,7 @@ class VisionLanguage(Backbone):
         """
         family, inner, shape = self.family(model), self.inner(model), self.layout(model)
         projector, language = (inner.get_submodule(name) for name in (family.projector, family.language))
-        blocks = [(block, getattr(block, "self_attn", None)) for block in language.layers]
+        blocks: list[tuple[Any, Any]] = [(block, getattr(block, "self_attn", None)) for block in language.layers]
         if not all(
             hasattr(attention, name) for _, attention in blocks for name in ("q_proj", "k_proj", "v_proj")
         ) or any(hasattr(block.mlp, "experts") for block, _ in blocks):
