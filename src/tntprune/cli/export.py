@@ -28,14 +28,14 @@ def export(
     ] = "fp32",
     batch_size: Annotated[int, flag("images at a time"), Whole(1, MAX_BATCH)] = 1,
     dynamic_batch: Annotated[bool, flag("accept any batch size")] = False,
-    indices: Annotated[bool, flag("add an output with the grid positions of the remaining tokens")] = False,
-    data: Annotated[Path | None, flag("photos to calibrate int8 on, and others to check with", "DIR")] = None,
-    calibration_size: Annotated[int, flag("photos to calibrate int8 on"), Whole(1, 1_000_000)] = 128,
+    indices: Annotated[bool, flag("add the output `kept`: grid positions of the tokens that are left")] = False,
+    data: Annotated[Path | None, flag("photos: some set the int8 ranges, others are for --check", "DIR")] = None,
+    calibration_size: Annotated[int, flag("number of photos that set the int8 ranges"), Whole(1, 1_000_000)] = 128,
     check: Annotated[bool, flag("load the file and compare it with the model")] = False,
-    check_size: Annotated[int, flag("images to compare on with --check"), Whole(1, 1_000_000)] = 64,
+    check_size: Annotated[int, flag("number of images that --check compares"), Whole(1, 1_000_000)] = 64,
     json: Json = False,
 ) -> int:
-    """Write a model, reduced or not, for another runtime, and beside it FILE.json: all one needs to run it."""
+    """Write a model, reduced or not, for another runtime, and FILE.json with all that is needed to run it."""
     from tntprune.exporters.check import against_fp32
     from tntprune.exporters.check import check as compare
     from tntprune.exporters.export import export as write
