@@ -61,7 +61,7 @@ def sweep(
     workers: Workers = None,
     precision: Annotated[DType, flag("precision; bf16 and fp16 by autocast, with the head in fp32")] = "fp32",
     together: Annotated[
-        int, flag("settings to run on each batch of photos; a kill loses so many at most"), Whole(1, 10_000)
+        int, flag("settings to run on each batch of photos; a stop loses at most this many"), Whole(1, 10_000)
     ] = 8,
     speed: Annotated[bool, flag("do not measure speed; a later sweep can add it")] = True,
     rounds: Annotated[int, flag("how many times each setting is timed, at least 3"), Whole(3, 100_000)] = 10,
