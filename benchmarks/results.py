@@ -371,7 +371,7 @@ def readme(plan: list[Row], found: dict[str, Any]) -> str:
     """Lay out the README's table: five methods that keep a half and a quarter of the tokens after block 3."""
     base = found["unpruned"]
     lines = [
-        "| patch tokens kept after block 3 | 50 %: top-1 | speed-up | 25 %: top-1 | speed-up |", "|---|---:|---:|---:|---:|",
+        "| patch tokens after block 3 | keep 50 %: top-1 | speed-up | keep 25 %: top-1 | speed-up |", "|---|---:|---:|---:|---:|",
     ]  # fmt: skip
     for name in ("TNT", "ToMe", "EViT", "DynamicViT", "random drop"):
         own = {row.where: found[row.slug] for row in plan if row.entry is not None and row.entry.name == name}
@@ -381,8 +381,8 @@ def readme(plan: list[Row], found: dict[str, Any]) -> str:
             f"| {title} | {half['top1']:.1f} | {half['speedup']:.2f} | {quarter['top1']:.1f} | {quarter['speedup']:.2f} |"
         )
     told = (
-        f"`{MODEL}` on 1,300 photos of the ImageNet validation set; unpruned top-1 {base['top1']:.1f} %. Trainable methods learned "
-        f"from 1,000 other photos on the frozen model. Speed on two CPU cores, batch {BATCH}, fp32."
+        f"`{MODEL}` on 1,300 photos of the ImageNet validation set; unpruned top-1 {base['top1']:.1f} %. A patch token "
+        f"stands for one 16 x 16 patch. TNT and DynamicViT were trained on 1,000 other photos; the model itself was not. Speed on two CPU cores, batch {BATCH}, fp32."
     )
     return "\n".join([*lines, "", f"{told} [All methods](docs/results/comparison.md)."])
 
@@ -410,7 +410,7 @@ PAGE = (
 
 `{{model}}` with real weights on 1,300 labelled photos of the ImageNet-1k validation set. Unpruned: top-1 {top1:.1f} %, {gmacs} GMACs.
 This is a subset: compare rows with each other, not with published accuracies.
-Trainable methods learned from 1,000 other photos in one to four minutes. "Fine-tuned" methods trained the whole model; all
+Trainable methods were trained on 1,000 other photos in one to four minutes. "Fine-tuned" methods trained the whole model; the
 others left it frozen.
 
 Written by `python benchmarks/results.py --data ../shared/data --out runs/results`; with `--only speed` it times all rows again.

@@ -1,4 +1,4 @@
-"""Faster vision transformers: drop the tokens they do not need."""
+"""Faster vision transformers: remove or merge tokens that they do not need."""
 
 from __future__ import annotations
 

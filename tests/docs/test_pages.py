@@ -4,10 +4,13 @@ are made here.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +25,8 @@ from hf_models import DINO, WORDS, make, transformers
 from tntprune.backbones.base import FAMILIES, adapters_of
 from tntprune.cli.commands import COMMANDS
 from tntprune.cli.main import _parse, main
+from tntprune.data.transforms import transform_for
+from tntprune.exporters.samples import class_list, preprocessing
 from tntprune.methods import registry
 
 ROOT = Path(__file__).parents[2]
@@ -110,10 +115,10 @@ def place(tmp_path, monkeypatch):
         Image.fromarray(generator.integers(0, 255, (240, 240, 3), dtype=np.uint8)).save(path)
 
     names = ["n01440764", "n01443537", "n01484850"]
-    for number in range(12):
-        photo(tmp_path / "photos" / names[number % 3] / f"{number}.jpg")
-    for number in range(20):
-        photo(tmp_path / "flowers" / f"class{number % 10}" / f"{number}.jpg")
+    for part, number in product(("train", "val", "test"), range(12)):
+        photo(tmp_path / "photos" / part / names[number % 3] / f"{number}.jpg")
+    for part, number in product(("train", "val", "test"), range(20)):
+        photo(tmp_path / "flowers" / part / f"class{number % 10}" / f"{number}.jpg")
     photo(tmp_path / "cat.jpg")
     fine_tuned = make("deit_classifier")
     fine_tuned.config.id2label = dict(enumerate([*names, "a", "b", "c", "d"]))
@@ -152,8 +157,6 @@ def sized(size):
 
 def likeness(model):
     """A model that passes for the one that the pretrained scorers are for: it has the same norms."""
-    import json
-
     from tntprune.serialization.pretrained import pretrained_files
     from tntprune.system.storage import read_metadata
 
@@ -217,6 +220,28 @@ def prepare(page):
         if not re.search(rf"--out {name}\b", PAGES[page].split(f"--reducer {name}")[0]):
             model = timm.create_model("vit_tiny_patch16_224", pretrained=True).eval()
             tntprune.save(tntprune.reduce_(model, tntprune.TNT(at=3, keep=0.5)), name)
+
+
+def test_a_photo_is_served_as_the_library_reads_it(place, monkeypatch):
+    """With what FILE.onnx.json says of it; whole exports are run by the wide tests."""
+    model, fed = timm.create_model("vit_tiny_patch16_224", pretrained=True).eval(), []
+    Image.fromarray(np.random.default_rng(1).integers(0, 255, (301, 407, 3), dtype=np.uint8)).save("cat.jpg")
+    about = {"preprocessing": preprocessing(model), "classes": class_list(model)}
+    Path("small.onnx.json").write_text(json.dumps(about))
+
+    class Session:
+        def __init__(self, file):
+            assert file == "small.onnx"
+
+        def run(self, outputs, inputs):
+            fed.append(inputs["images"])
+            return [np.arange(1000.0)[None]]
+
+    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(InferenceSession=Session))
+    (code,) = [text for kind, text in BLOCKS["docs/guides/export.md"] if kind == "python" and "PIL" in text]
+    exec(compile(code, "export.md", "exec"), {})
+    expected = transform_for(model)(Image.open("cat.jpg"))
+    torch.testing.assert_close(torch.from_numpy(fed[0])[0], expected, rtol=0, atol=1e-6)
 
 
 def test_the_examples_of_a_method_are_short_and_a_package():

@@ -30,7 +30,7 @@ def bench(
         flag("keep rates to time, for methods that take one"),
         Within(0, 1, above=True),
     ] = (),
-    weights: Annotated[Path | None, flag("weights to load (random ones, which take as long)", "FILE")] = None,
+    weights: Annotated[Path | None, flag("weights to load (random weights; the time is the same)", "FILE")] = None,
     img_size: ImgSize = None,
     batch_sizes: Annotated[tuple[int, ...], flag("images at a time"), Whole(1, MAX_BATCH)] = (1, 8),
     dtypes: Annotated[tuple[DType, ...], flag("precision of weights and images")] = ("fp32",),
@@ -47,10 +47,10 @@ def bench(
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
-    """Time methods, rates, batch sizes, precisions and backends against each other, in turns.
+    """Time methods, keep rates, batch sizes, precisions and backends against each other, in turns.
 
-    Always beside: the unpruned model in its fastest setting, random drop, and the bound: tokens just cut off.
-    A setting is timed only if it gives what the eager model gives. Exit code 3 if some were left out.
+    Always measured too: the unpruned model, random removal, and the bound (tokens cut off without choosing).
+    A setting is timed only if its output agrees with the eager model's. Exit code 3 if some were left out.
     """
     import torch
 

@@ -11,7 +11,7 @@ from tntprune.system.units import unit_of
 
 
 def info(model: Model, img_size: ImgSize = None, json: Json = False) -> int:
-    """Tokens, blocks, what can be applied to a model, and why not the rest. Needs no weights."""
+    """Show the tokens and blocks of a model, and which methods it can take. Needs no weights."""
     from tntprune.analysis.macs import macs as count
     from tntprune.backbones.base import find_backbone
     from tntprune.backbones.models import shape_of
@@ -44,7 +44,7 @@ def macs(
     img_size: ImgSize = None,
     json: Json = False,
 ) -> int:
-    """Count the multiply-accumulates of a model, block by block, in closed form. Runs nothing, and needs no weights."""
+    """Count the multiply-accumulates of a model, block by block, by formula, without running it. Needs no weights."""
     from dataclasses import asdict
 
     from tntprune.analysis.macs import macs as count

@@ -15,7 +15,7 @@ def demo(
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
-    """Run the whole job on an embedded default, without a download: train, drop, measure, and write a report."""
+    """Train, prune and measure a small ViT on data that is made here, and write a report. Downloads nothing."""
     from dataclasses import asdict
 
     from tntprune.demo.demo import demo as run

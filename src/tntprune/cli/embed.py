@@ -30,9 +30,9 @@ def embed(
     on_bad_image: OnBadImage = "error",
     json: Json = False,
 ) -> int:
-    """Write the embeddings of all photos in a folder, in the order of their names, with all tokens or reduced.
+    """Write the embeddings of all photos in a folder, in the order of their names, by a model, reduced or not.
 
-    The classifier is left off. Killed at any moment, the same command goes on where it stopped.
+    The classifier is left off. If it is stopped, the same command goes on.
 
     Several processes: torchrun --nproc-per-node 8 -m tntprune embed ...
     """

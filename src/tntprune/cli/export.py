@@ -35,7 +35,7 @@ def export(
     ] = None,
     calibration_size: Annotated[int, flag("photos to calibrate int8 on"), Whole(1, 1_000_000)] = 128,
     check: Annotated[bool, flag("load the file and compare it with the model")] = False,
-    check_size: Annotated[int, flag("images to compare on with --check"), Whole(1, 1_000_000)] = 64,
+    check_size: Annotated[int, flag("number of images that --check compares"), Whole(1, 1_000_000)] = 64,
     json: Json = False,
 ) -> int:
     """Write a model, reduced or not, for another runtime, and beside it FILE.json: all one needs to run it."""

@@ -42,12 +42,14 @@ Weights = Annotated[Path | None, flag("weights to load; without it timm asks the
 Device = Annotated[str, flag("cpu, cuda or mps", "DEVICE")]
 Json = Annotated[bool, flag("one JSON object on standard output, everything else on standard error")]
 ImgSize = Annotated[tuple[int, int] | None, flag("image size in pixels, if not the model's own", "H W"), Whole(1, 8192)]
-OnBadImage = Annotated[Literal["error", "skip"], flag("a photo that cannot be read: stop, or skip it and exit with 3")]
+OnBadImage = Annotated[
+    Literal["error", "skip"], flag("what to do with a photo that cannot be read: stop, or skip it and exit with 3")
+]
 Seed = Annotated[int, flag("seed of all random choices"), Whole(0, MAX_SEED)]
-Limit = Annotated[int | None, flag("use so many photos, chosen at random, always the same ones"), Whole(1, MANY)]
+Limit = Annotated[int | None, flag("use this many photos, chosen at random, always the same ones"), Whole(1, MANY)]
 BatchSize = Annotated[int, flag("photos at a time"), Whole(1, MAX_BATCH)]
-Workers = Annotated[int | None, flag("reader processes (half of the processors)"), Whole(0, MAX_WORKERS)]
-Classifier = Annotated[bool, flag("take the classifier off: the model gives embeddings, its pooled features")]
+Workers = Annotated[int | None, flag("processes that read photos (half of the processors)"), Whole(0, MAX_WORKERS)]
+Classifier = Annotated[bool, flag("remove the classifier: the output is the embedding (pooled features)")]
 MethodName = Annotated[str | None, flag(f"a method: {', '.join(all_methods())}", "NAME")]  # asked for once
 Split = Annotated[str | None, flag("split of a data set, or a subfolder of the folder", "NAME")]
 
@@ -58,7 +60,9 @@ class Sources:
 
     split: Split = None
     root: Annotated[Path | None, flag("folder of torch/ data, and cache of hfds/ data", "DIR")] = None
-    samples: Annotated[int | None, flag("number of photos, if a stream does not report it"), Whole(1, MANY)] = None
+    samples: Annotated[
+        int | None, flag("number of photos in a streamed data set (hfids/, wds/), if it does not say"), Whole(1, MANY)
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from tntprune.system.messages import one_line, warn
 PARSING = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 SMALLER = ("batch_size", "batch_sizes", "micro_batches", "together", "workers", "img_size")  # what takes memory
 RESUMED = (["sweep"], ["paper"], ["embed"])  # commands that go on where they stopped
-ABOUT = """Faster vision transformers: drop the tokens they do not need.
+ABOUT = """Faster vision transformers: remove or merge tokens that they do not need.
 
 Exit codes: 0 done, 1 something given cannot be used, 2 wrong usage, 3 done but some images were skipped,
 130 interrupted by Ctrl-C, or a training by SIGTERM."""

@@ -19,7 +19,7 @@ SHARE, FACTOR = Within(0, 1), Within(0, 100)
 IMAGES: dict[str, tuple[Any, ...]] = {  # options of the augmentation
     "crop": ("smallest share of the area in random crops", Within(0, 1, above=True)),
     "hflip": ("probability of mirror images", SHARE),
-    "auto_augment": ("timm's RandAugment and the like, or none; such as rand-m9-mstd0.5-inc1",),
+    "auto_augment": ("timm's automatic augmentation, or none; such as rand-m9-mstd0.5-inc1",),
     "color_jitter": ("strength of changes in brightness, contrast, saturation", FACTOR),
     "random_erasing": ("probability of an erased rectangle", SHARE),
     "mixup": ("blend two photos; the authors' is 0.8", FACTOR),
@@ -83,6 +83,6 @@ if TYPE_CHECKING:
     class ScratchFlags(MethodOptions):  # noqa: D101
         pass
 else:
-    MethodOptions = _flags("Options of the methods; what is not given takes the method's default.", _of_methods())
+    MethodOptions = _flags("Options of the methods. Without them the method's defaults apply.", _of_methods())
     TrainingFlags = _flags("Options of the training.", _of_training())
     ScratchFlags = _flags("Options of the training.", _of_training(scratch(), TUNED))

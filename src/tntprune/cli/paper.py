@@ -46,7 +46,7 @@ def paper(
         Literal["fp32", "bf16", "fp16"], flag("precision of the forward pass; the head stays in fp32")
     ] = "fp32",
     batch_size: BatchSize = 32,
-    together: Annotated[int, flag("settings that share one reading of the photos"), Whole(1, 10_000)] = 8,
+    together: Annotated[int, flag("settings to run on each batch of photos"), Whole(1, 10_000)] = 8,
     on_bad_image: OnBadImage = "error",
     micro_batches: Annotated[
         int | None,
@@ -60,8 +60,8 @@ def paper(
 ) -> int:
     """Run every table and figure of the paper, beside what its authors reported.
 
-    Trains what learns, evaluates every setting, and writes results.jsonl, report.html and paper.md. What was done is
-    not done again: run the same command to continue.
+    Trains the methods, evaluates every setting, and writes results.jsonl, report.html and paper.md. After a stop, the
+    same command continues.
     """
     import shlex
     import sys

@@ -29,9 +29,9 @@ def push(
     card_only: Annotated[bool, flag("only write the card into RUN")] = False,
     json: Json = False,
 ) -> int:
-    """Put a reduction and a card that describes it on the Hugging Face Hub; log in with `hf auth login` before.
+    """Upload a reduction and a model card to the Hugging Face Hub. Log in with `hf auth login` before.
 
-    Options of the method that are given become those that are shared.
+    Method options given here are saved in the shared reduction.
     """
     from tntprune.analysis.accuracy_curve import measure_curve
     from tntprune.serialization.card import CARD, curve_table, curve_values, model_card

@@ -23,7 +23,7 @@ LARGEST = 100_000_000  # bytes of a picture of token maps
 def report(
     results: Annotated[
         tyro.conf.Positional[tuple[Path, ...]],
-        flag("files that `tntprune sweep` wrote, with the unpruned model of each backbone among their rows", "FILE..."),
+        flag("results files of `tntprune sweep`; they need a row of each unpruned model", "FILE..."),
     ],
     out: Annotated[Path, flag("the page to write", "HTML"), Written()] = Path("report.html"),
     figures: Annotated[Path | None, flag("write every figure as PNG and SVG to this folder too", "DIR"), Written()] = (
@@ -37,8 +37,8 @@ def report(
     photos: Annotated[
         tuple[Path, ...],
         flag(
-            "photos to make token maps of, with --model and --reducer: half the tokens dropped after each of the "
-            "blocks 1 to 5 that it was trained for, each on its own, as in the paper's figure",
+            "photos for token maps, with --model and --reducer; one map for each trained block from 1 to 5, with half "
+            "of the tokens removed there only",
             "PHOTO...",
         ),
     ] = (),
@@ -50,10 +50,9 @@ def report(
     device: Device = "cpu",
     json: Json = False,
 ) -> int:
-    """Curves, tables and token maps of measured settings in one self-contained page.
+    """Write curves, tables and token maps of measured settings into one self-contained page.
 
-    Rows of several files are put together. Those that cannot be compared, because images, precision or batch size
-    differ, are shown apart.
+    Rows of several files are put together. Rows with other images, precision or batch size are shown apart.
     """
     from tntprune.report.build import build
     from tntprune.report.build import figures as all_figures

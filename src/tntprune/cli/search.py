@@ -26,39 +26,45 @@ def search(
     data: Annotated[str, flag("photos, in class folders to measure top-1; or hfds/NAME, torch/NAME", "DIR")],
     out: Annotated[Path, flag("plan to write, with a picture beside it", "JSON"), Written()],
     macs: Annotated[
-        float | None, flag("budget: MACs per image, 0.8e9; or a share, 0.6"), Within(0, 1e18, above=True)
+        float | None,
+        flag("budget: MACs per image (0.8e9), or share of the unpruned model's (0.6)"),
+        Within(0, 1e18, above=True),
     ] = None,
-    latency: Annotated[str | None, flag("budget: time per batch on this machine, 12ms", "TIME")] = None,
+    latency: Annotated[str | None, flag("budget: time per batch on this machine (12ms)", "TIME")] = None,
     speedup: Annotated[
         float | None, flag("budget: times as fast as unpruned on this machine"), Within(1, 1e6, above=True)
     ] = None,
     drop: Annotated[
         float | None,
-        flag("budget: points of top-1 that may be lost (without labels, of agreement); also beside another"),
+        flag(
+            "budget: points of top-1 that may be lost (without labels: of agreement); can be combined with one of the "
+            "other budgets"
+        ),
         Within(0, 100, above=True, below=True),
     ] = None,
     reduction: Annotated[Reducer, GROUP] = Reducer(),
     photos: Annotated[int, flag("number of photos: half to search on, half held out"), Whole(8, MANY)] = 512,
     minutes: Annotated[
-        float, flag("time limit, with training and measuring, which always finish"), Within(0, 1e6, above=True)
+        float,
+        flag("time limit, includes training and measuring; these are never cut short"),
+        Within(0, 1e6, above=True),
     ] = 10.0,
-    moves: Annotated[int, flag("small changes of the best schedule to try"), Whole(0, 1_000_000)] = 60,
+    moves: Annotated[int, flag("number of small changes of the best schedule to try"), Whole(0, 1_000_000)] = 60,
     curve: Annotated[
-        Path | None, flag("file with times per block; written if it does not exist", "FILE"), Written()
+        Path | None, flag("file with measured times per number of tokens; reused if it exists", "FILE"), Written()
     ] = None,
-    batch_size: Annotated[int, flag("images at a time, for budgets of time"), Whole(1, MAX_BATCH)] = 1,
-    dtype: Annotated[DType, flag("precision, for budgets of time")] = "fp32",
+    batch_size: Annotated[int, flag("images at a time, for --latency and --speedup"), Whole(1, MAX_BATCH)] = 1,
+    dtype: Annotated[DType, flag("precision, for --latency and --speedup")] = "fp32",
     host: Annotated[Host, GROUP] = Host(),
     workers: Workers = None,
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
-    """Find at which blocks to remove tokens, and how many, so that the model keeps the most within a budget.
+    """Find at which blocks to remove tokens, and how many, so that the model loses least within a budget.
 
-    Writes a plan, which --reducer takes wherever it takes a trained run. --at limits the blocks. Simple schedules are
-    always verified too, and the plan is the best on all photos. A model without classes is judged by the cosine
-    similarity of its embeddings. Without --reducer, a method that has to be trained is trained first; tnt then acts
-    inside blocks and compares keys, unless --inside or --metric says otherwise.
+    Writes a plan, to be used as --reducer. --at limits the blocks. Simple schedules are always measured too. A model
+    without classes is judged by the cosine similarity of its embeddings. Without --reducer, a method that has to be
+    trained is trained first; tnt is then trained with --inside True --metric mean, unless one of them is given.
     """
     import torch
 

@@ -19,16 +19,14 @@ def show(
     out: Annotated[Path, flag("the picture to write", "PNG"), Written()],
     reduction: Annotated[Reduction, GROUP] = Reduction(),
     host: Annotated[Host, GROUP] = Host(),
-    each: Annotated[bool, flag("apply each location alone, as in the paper's figures")] = False,
+    each: Annotated[bool, flag("remove tokens at one location at a time, as in the paper's figures")] = False,
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
-    """Draw a sheet: each photo, and per pruning block its kept tokens in clear and dropped ones under stripes.
+    """Draw each photo after each block that removes tokens: kept tokens are clear, dropped ones are striped.
 
-    Tokens that were merged into another one are under faint stripes. A fused or representative token has no place to
-    show.
-
-    Photos are turned upright as their EXIF orientation says, and cropped as the model sees them.
+    Tokens that were merged into another one have faint stripes. Extra tokens of evit and evovit stand for many patches
+    and are not drawn. Photos are cropped as the model sees them, and turned upright by EXIF.
     """
     import torch
 

@@ -45,8 +45,8 @@ def sweep(
     rates: Annotated[
         tuple[str, ...],
         flag(
-            "each is a setting of every method that says none of keep=, tokens=, r= itself: the share that stays "
-            'at each location, 0.5 "0.9,0.8,0.7"; ToMe without at= acts in every block, so give it r= there',
+            'shares to keep, for methods without keep=, tokens= and r=: 0.5 "0.9,0.8,0.7" (one for each location); '
+            "ToMe without at= acts in every block, so give it r= instead",
             "RATE...",
         ),
     ] = (),
@@ -61,7 +61,7 @@ def sweep(
     workers: Workers = None,
     precision: Annotated[DType, flag("precision; bf16 and fp16 by autocast, with the head in fp32")] = "fp32",
     together: Annotated[
-        int, flag("settings to run on each batch of photos; a kill loses so many at most"), Whole(1, 10_000)
+        int, flag("settings to run on each batch of photos; a stop loses at most this many"), Whole(1, 10_000)
     ] = 8,
     speed: Annotated[bool, flag("do not measure speed; a later sweep can add it")] = True,
     rounds: Annotated[int, flag("how many times each setting is timed, at least 3"), Whole(3, 100_000)] = 10,
@@ -70,11 +70,11 @@ def sweep(
     dry_run: Annotated[bool, flag("list the settings, their MACs and finished rows, and stop")] = False,
     json: Json = False,
 ) -> int:
-    """Accuracy, agreement, MACs, speed and memory of many settings, each a line of one results file.
+    """Measure accuracy, agreement, MACs, speed and memory of many settings; write one line per setting.
 
-    A setting that is in the file already is not measured again: killed at any moment, the same command goes on where it
-    stopped. The unpruned model is always measured too. Under torchrun the settings are shared out among the processes.
-    Exit code 3 if photos were skipped or settings left out.
+    A setting that is in the file is not measured again: if it is stopped, the same command goes on. The unpruned model
+    is always measured too. Under torchrun the processes share the settings. Exit code 3 if photos were skipped or
+    settings left out.
     """
     from tntprune.backbones.models import check_device, check_name
     from tntprune.methods.checks import check_whole

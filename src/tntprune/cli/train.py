@@ -72,24 +72,22 @@ class RunFlags(Sources):
 class Trained(Reduction):
     """What is trained, or what a model is fine-tuned under."""
 
-    method: Annotated[str | None, flag("method to train (tnt); any, with --unfreeze", "NAME")] = None
+    method: Annotated[str | None, flag("method to train (tnt), or with --unfreeze to fine-tune for", "NAME")] = None
 
 
 def train(
     model: Model,
     data: Annotated[
         str,
-        flag(
-            "photos, in class folders where the loss needs labels; or hfds/NAME, hfids/NAME, wds/DIR, torch/NAME", "DIR"
-        ),
+        flag("photos, in class folders if the loss needs labels; or hfds/NAME, hfids/NAME, wds/DIR, torch/NAME", "DIR"),
     ],
     out: Annotated[Path, flag("folder for the reducer, the log and checkpoints", "RUN"), Written()],
     reduction: Annotated[Trained, GROUP] = Trained(),
     preset: Annotated[
         Literal["none", "short", "published"],
         flag(
-            "what is not given: the defaults told below; short: the method's in minutes on a thousand photos; "
-            "published: its authors' on ImageNet"
+            "none: the defaults below; short: values for 1,000 photos and minutes; published: the authors' values for "
+            "ImageNet"
         ),
     ] = "none",
     training: TrainingFlags = TrainingFlags(),
@@ -99,8 +97,9 @@ def train(
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
-    """Train what a method learns, on a frozen model or together with it; or with --unfreeze fine-tune the model under a
-    reduction that is there, with the unpruned model as the teacher.
+    """Train what a method learns, such as scorers. The model is frozen unless --backbone-lr or --preset says otherwise.
+
+    With --unfreeze: fine-tune a model that is already reduced; the unpruned model is the teacher.
 
     Several processes: torchrun --nproc-per-node 8 -m tntprune train ...
     """
@@ -176,9 +175,9 @@ def pretrain(
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
-    """Train a backbone itself from random weights, by DeiT's recipe; for --weights RUN/model.safetensors.
+    """Train a backbone from random weights, by DeiT's recipe. Use it with --weights RUN/model.safetensors.
 
-    The rate is that of 1024 photos a step; with another --batch-size it is in proportion.
+    The default of --lr is for 1024 photos per step and is scaled with --batch-size.
 
     Several processes: torchrun --nproc-per-node 8 -m tntprune pretrain ...
     """

@@ -46,14 +46,16 @@ class AViT(Config):
     everywhere = True
 
     at: int | Sequence[int] | None = option(
-        None, "block or blocks after which tokens are removed (each halts by itself)"
+        None, "block or blocks after which tokens are removed (each stops by itself)"
     )
-    gate_scale: float = option(10.0, "factor of the first channel in the gate", learned=True)
-    gate_center: float = option(30.0, "offset of the gate; larger values halt later", learned=True)
-    epsilon: float = option(0.01, "a token halts above 1 - epsilon")
-    ponder_weight: float = option(5e-4, "weight of the number of blocks that tokens take")
-    target_weight: float = option(1e-3, "weight of the divergence from the wanted halting profile")
-    target_depth: float = option(8.0, "block at which tokens should halt")
+    gate_scale: float = option(
+        10.0, "a token stops when sigmoid(gate_scale * its first channel - gate_center) adds up to 1", learned=True
+    )
+    gate_center: float = option(30.0, "offset in this formula; with larger values tokens stop later", learned=True)
+    epsilon: float = option(0.01, "a token stops already above 1 - epsilon")
+    ponder_weight: float = option(5e-4, "weight of the loss on the number of blocks per token")
+    target_weight: float = option(1e-3, "weight of the loss on how many tokens stop after each block")
+    target_depth: float = option(8.0, "block around which tokens should stop")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -50,9 +50,9 @@ class DynamicViT(Config):
     keep: float | Sequence[float] | None = option(None, "share of the patch tokens kept at each location (0.7)")
     objective: Literal["both", "ce", "kl"] = option("both", "train against labels, the unpruned model, or both")
     ce_weight: float = option(1.0, "weight of the cross-entropy")
-    kl_weight: float = option(0.5, "weight of the divergence from the unpruned model's logits")
+    kl_weight: float = option(0.5, "weight of the KL divergence from the unpruned model's logits")
     ratio_weight: float = option(2.0, "weight of the loss on the kept share")
-    token_weight: float = option(0.5, "weight of the difference from the unpruned model's tokens")
+    token_weight: float = option(0.5, "weight of the token-distance loss (to the unpruned model's tokens)")
     temperature: float = option(1.0, "temperature of the Gumbel-softmax")
 
     def __post_init__(self) -> None:

@@ -48,10 +48,10 @@ class EViT(Config):
     rows: Literal["cls", "mean"] = option(
         "cls", "rank by the CLS token's attention, or its mean with the distillation's"
     )
-    fuse: bool = option(True, "add a token that sums up the dropped ones")
-    normalise: bool = option(False, "normalise the weights of the fused token")
+    fuse: bool = option(True, "add the dropped tokens, weighted by attention, as one token")
+    normalise: bool = option(False, "let the weights of the dropped tokens sum to 1")
     anneal: Sequence[float] | None = option(
-        None, "part of the training in which the keep rate falls from 1, as two shares"
+        None, "start and end, as shares of the training, between which keep falls from 1"
     )
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ class EvoViT(Config):
     untimed = "is not what its counts say: it brings tokens back"
 
     at: int | Sequence[int] | None = option((4, 8), "block or blocks after which tokens are selected again")
-    mix: float = option(0.5, "share of the earlier global attention in the new one")
+    mix: float = option(0.5, "weight of earlier blocks in a token's CLS attention; the rest: this block")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -47,10 +47,10 @@ class ToMe(Config):
     at: int | Sequence[int] | None = option(None, "block or blocks at which tokens are merged (all)")
     keep: float | Sequence[float] | None = option(None, "share of the patch tokens kept at each location")
     r: int | Sequence[int] | None = option(None, "tokens merged away at each location (8)")
-    decreasing: bool = option(False, "let r fall from twice its value to 0")
+    decreasing: bool = option(False, "let r fall from twice its value in the first block to 0 in the last")
     inside: bool = option(True, "act between attention and MLP instead of after the block")
     metric: Literal["mean", "concat", "x"] = option(
-        "mean", "compare the mean of the heads' keys, all of them, or tokens"
+        "mean", "what is compared: tokens (x), the mean of the heads' keys (mean), or all keys side by side (concat)"
     )
     proportional: bool = option(True, "weigh merged tokens in attention by their size")
 

@@ -53,12 +53,18 @@ class ZeroTPrune(Config):
     at: int | Sequence[int] | None = option((1, 3, 6, 9, 11), "block or blocks after which tokens are removed")
     keep: float | Sequence[float] | None = option(None, "share of the patch tokens kept at each location (0.9)")
     similar: int = option(10, "tokens removed for being similar to a kept one")
-    beyond: bool = option(True, "remove similar tokens on top of keep, or as part of it")
-    iterations: int | Sequence[int] | None = option(None, "rounds of voting (50, 5 or 1, by depth)")
-    start: Literal["cls", "uniform"] = option("cls", "tokens that have more votes at first")
-    variance: Sequence[float] | None = option(None, "limits for the variance of the scores of a head (none)")
-    stages: Literal["isi", "is"] = option("isi", "remove similar tokens before or after pruning")
-    feature: Literal["key", "x"] = option("key", "feature that similarity compares")
+    beyond: bool = option(True, "remove similar tokens on top of those that keep removes, not among them")
+    iterations: int | Sequence[int] | None = option(None, "rounds of PageRank (50, 5 or 1, by depth)")
+    start: Literal["cls", "uniform"] = option(
+        "cls", "initial PageRank votes: more for the CLS token, or the same for all"
+    )
+    variance: Sequence[float] | None = option(
+        None, "heads count only if the variance of their scores is between these two (none)"
+    )
+    stages: Literal["isi", "is"] = option(
+        "isi", "isi: remove similar tokens, then prune; is: prune, then remove similar tokens"
+    )
+    feature: Literal["key", "x"] = option("key", "what similarity compares: keys, or tokens (x)")
 
     def __post_init__(self) -> None:
         super().__post_init__()

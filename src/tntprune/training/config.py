@@ -50,35 +50,39 @@ class Training:
     """
 
     epochs: Annotated[int | None, Whole(1, 1_000_000)] = option(
-        None, "passes over the photos (as many as make 120 steps, or 24 a block that learns)"
+        None, "passes over the photos (enough for 120 steps, or 24 per trained block if that is more)"
     )
-    batch_size: Annotated[int, Whole(1, MAX_BATCH)] = option(16, "photos a step, over all processes")
+    batch_size: Annotated[int, Whole(1, MAX_BATCH)] = option(16, "photos per step, over all processes together")
     micro_batches: Annotated[int | None, Whole(1, MAX_MICRO_BATCHES)] = option(
-        None, "of a batch, worked through one by one or by several processes (one a process)"
+        None, "split each batch into this many parts, to save memory (one per process)"
     )
     lr: Annotated[float | None, Within(0, MAX_RATE, above=True)] = option(None, "peak learning rate (0.01)")
     backbone_lr: Annotated[float, Within(0, MAX_RATE)] = option(
-        0.0, "of the model itself; 0 keeps it frozen, or is what suits --unfreeze"
+        0.0, "learning rate of the model's weights (0: frozen; with --unfreeze: chosen automatically)"
     )
     unfreeze: Literal["all", "head", "norms", "lowrank"] | None = option(
-        None, "fine-tune this of the model under --reducer RUN, or a --method that needs no training (nothing)"
+        None, "part of the model to fine-tune; needs --reducer RUN or a --method without training (none)"
     )
-    rank: Annotated[int | None, Whole(1, 65536)] = option(None, "of --unfreeze lowrank (8)")
+    rank: Annotated[int | None, Whole(1, 65536)] = option(None, "rank of the change with --unfreeze lowrank (8)")
     distill: Annotated[float | None, Within(0, 1)] = option(
-        None, "weight of the divergence from the unpruned model with --unfreeze; the rest: labels (1)"
+        None, "with --unfreeze: share of the loss that compares with the unpruned model; the rest uses labels (1)"
     )
-    freeze_epochs: Annotated[int, Whole(0, 1_000_000)] = option(0, "epochs before --backbone-lr begins")
-    weight_decay: Annotated[float, Within(0, MAX_RATE)] = option(0.0, "AdamW's")
-    label_smoothing: Annotated[float, BELOW_ONE] = option(0.0, "of training against labels; the authors' is 0.1")
-    warmup: Annotated[float, BELOW_ONE] = option(0.1, "share of the steps in which the rate rises")
-    warmup_lr: Annotated[float | None, Within(0, MAX_RATE)] = option(None, "where it rises from (lr / 100)")
-    min_lr: Annotated[float | None, Within(0, MAX_RATE)] = option(None, "where it ends (lr / 100)")
+    freeze_epochs: Annotated[int, Whole(0, 1_000_000)] = option(0, "epochs at the start in which --backbone-lr is 0")
+    weight_decay: Annotated[float, Within(0, MAX_RATE)] = option(0.0, "weight decay of AdamW")
+    label_smoothing: Annotated[float, BELOW_ONE] = option(
+        0.0, "label smoothing, if the loss uses labels; the authors' is 0.1"
+    )
+    warmup: Annotated[float, BELOW_ONE] = option(0.1, "share of the steps in which the learning rate rises")
+    warmup_lr: Annotated[float | None, Within(0, MAX_RATE)] = option(
+        None, "learning rate at the start of the warm-up (lr / 100)"
+    )
+    min_lr: Annotated[float | None, Within(0, MAX_RATE)] = option(None, "learning rate at the end (lr / 100)")
     clip: Annotated[float | None, Within(0, 1e6, above=True)] = option(None, "largest norm of the gradients (no limit)")
-    ema: Annotated[float, BELOW_ONE] = option(0.0, "decay of a moving average, saved in RUN/ema, or none")
-    drop_path: Annotated[float, BELOW_ONE] = option(0.0, "stochastic depth; on a frozen model too")
-    seed: Annotated[int, Whole(0, MAX_SEED)] = option(0, "of everything random")
+    ema: Annotated[float, BELOW_ONE] = option(0.0, "decay of the moving average in RUN/ema; 0: none")
+    drop_path: Annotated[float, BELOW_ONE] = option(0.0, "rate of stochastic depth; also on a frozen model")
+    seed: Annotated[int, Whole(0, MAX_SEED)] = option(0, "seed of all random choices")
     amp: Literal["auto", "none", "bf16", "fp16"] = option(
-        "auto", "precision of the model, under autocast; auto: bf16 where it is fast"
+        "auto", "autocast precision; auto: bf16 where the device supports bf16 matrix products"
     )
 
     def __post_init__(self) -> None:

@@ -102,35 +102,47 @@ class TNT(Config):
     )
     how: Literal["drop", "merge"] | None = option(None, "drop tokens, or merge them into kept ones")
     inside: bool = option(False, "act between attention and MLP instead of after the block", learned=True)
-    metric: Literal["x", "mean"] = option("x", "compare tokens, or the mean of the heads' keys")
-    score_weight: float | None = option(
-        None, "weight of the score against likeness, when merging (0.5; 0.25 with --score attention)"
+    metric: Literal["x", "mean"] = option(
+        "x", "what is compared: tokens (x), the mean of the heads' keys (mean), or all keys side by side (concat)"
     )
-    size_weight: float = option(1.0, "weight of a token's size, when merging")
+    score_weight: float | None = option(
+        None, "when merging: weight of the score against similarity (0.5; 0.25 with --score attention)"
+    )
+    size_weight: float = option(1.0, "when merging: weight of the number of patches in a token")
     proportional: bool = option(True, "weigh merged tokens in attention by their size")
     similar: int = option(0, "tokens removed for being similar to a kept one")
-    similar_at: Literal["score", "start"] | None = option(None, "remove similar tokens after the score or at the start")
-    partition: Literal["random", "sequential"] = option("random", "how the similarity step splits the tokens")
-    similar_how: Literal["drop", "merge"] = option("drop", "drop similar tokens, or merge each into its match")
-    order: int = option(0, "seed of the random partition")
-    recipe: Literal["merge", "relative", "paper"] = option(
-        "merge", "sets the defaults of the options below", learned=True
+    similar_at: Literal["score", "start"] | None = option(
+        None, "remove similar tokens after scoring, or once before block 1"
     )
-    scorer: Literal["linear", "mlp"] = option("linear", "the scorer", learned=True)
+    partition: Literal["random", "sequential"] = option(
+        "random", "how the step for similar tokens splits them: at random, or by score"
+    )
+    similar_how: Literal["drop", "merge"] = option("drop", "drop similar tokens, or merge each into its match")
+    order: int = option(0, "seed of the random partition (tnt), or of the order of removal (random)")
+    recipe: Literal["merge", "relative", "paper"] = option(
+        "merge", "how to train; sets the options that are not given", learned=True
+    )
+    scorer: Literal["linear", "mlp"] = option("linear", "kind of scorer", learned=True)
     hidden: int | None = option(None, "width of the mlp scorer (twice the embedding's)", learned=True)
     noise_blocks: int | Sequence[int] | None = option(
         None,
-        "blocks whose output gets noise in training (recipe merge: --at; else 1 to 5 or to the last)",
+        "blocks with a scorer, noisy in training (the blocks of --at; other recipes: 1 to 5, or more)",
         learned=True,
     )
-    noise_at: Literal["all", "one"] | None = option(None, "noise after all of these blocks, or after one per batch")
-    capacity: float | Literal["one", "drawn"] | None = option(None, "tokens free of noise: one, drawn, or a share")
-    noise_scale: Literal["one", "rms", "image"] | None = option(None, "unit of the noise")
+    noise_at: Literal["all", "one"] | None = option(
+        None, "in each batch: noise after all noise blocks, or after one, drawn at random"
+    )
+    capacity: float | Literal["one", "drawn"] | None = option(
+        None, "how many tokens can stay free of noise: one, a share, or drawn at random per batch"
+    )
+    noise_scale: Literal["one", "rms", "image"] | None = option(
+        None, "unit of the noise: 1, the token's root mean square, or the image's deviation"
+    )
     stream_norm: bool | None = option(None, "normalise the residual stream in training, as the authors' code does")
-    beta: float | None = option(None, "standard deviation of the noise")
-    score_norm: bool | None = option(None, "score a LayerNorm of the tokens", learned=True)
-    objective: Literal["ce", "kl"] | None = option(None, "train against labels, or against the unpruned model")
-    prune_prob: float | None = option(None, "share of training batches that are really pruned")
+    beta: float | None = option(None, "standard deviation of the noise, in units of --noise-scale")
+    score_norm: bool | None = option(None, "normalise tokens (LayerNorm) before scoring", learned=True)
+    objective: Literal["ce", "kl"] | None = option(None, "train against labels (ce), the unpruned model (kl), or both")
+    prune_prob: float | None = option(None, "share of training batches that are pruned instead of noised")
 
     def __post_init__(self) -> None:
         super().__post_init__()
