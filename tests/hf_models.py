@@ -191,7 +191,10 @@ FAMILIES = {  # as the page of supported models has them
     "AIMv2": ("aimv2_vision", "aimv2_no_head", "aimv2"),
     "ViTPose": ("vitpose",),
 }
-RARE = ("registers", "registers_backbone", "beit_shared", "owlvit_vision", "owlvit", "owlv2_vision", "siglip2_no_head")
+RARE = (
+    "registers", "registers_backbone", "beit", "beit_shared", "owlvit_vision", "owlvit", "owlv2_vision",
+    "siglip2_no_head", "siglip2",
+)  # fmt: skip
 EVERY = [pytest.param(kind, marks=pytest.mark.wide) if kind in RARE else kind for kind in KINDS]  # for a parameter
 CLASSIFIERS = [kind for kind in KINDS if "classifier" in kind or "teacher" in kind]
 WHOLE = ("clip", "siglip", "siglip2", "metaclip2", "aimv2", "owlvit", "owlv2")  # with text
