@@ -56,7 +56,7 @@ TOKENS = {"image_token_id": TOKEN["<image>"], "bos_token_id": 1, "eos_token_id":
 
 
 def build() -> LlavaForConditionalGeneration:
-    """The model: its tower has the weights of the demo's ViT, which knows a single digit; the rest is random."""
+    """Make the model: its tower has the weights of the demo's ViT, which knows a single digit; the rest is random."""
     vision = {
         "model_type": "vit", "hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": 4,
         "intermediate_size": 2 * WIDTH, "image_size": SIDE, "patch_size": PATCH, "num_channels": 1,
@@ -148,7 +148,7 @@ class Maker:
         return Scenes(normalise(canvas), torch.where(there, digits, -1), patches)
 
     def question(self, digits: list[int], kind: str) -> tuple[list[int], int]:
-        """The tokens of a question about one scene, and of its answer."""
+        """Return the tokens of a question about one scene, and of its answer."""
         seen = [digit for digit in digits if digit >= 0]
         if kind == "count" or len(seen) == 1:
             return [TOKEN["count"], TOKEN["all"], TOKEN["?"]], TOKEN[COUNTS[len(seen) - 1]]
@@ -256,12 +256,12 @@ def accuracy(model: Any, asked: Questions) -> dict[str, float]:
 
 
 def fresh(out: Path) -> Any:
-    """The trained model, not reduced."""
+    """Load the trained model, not reduced."""
     return LlavaForConditionalGeneration.from_pretrained(out / "model").eval()
 
 
 def configs(percent: int) -> dict[str, Any]:
-    """What each method does to leave so many percent of the visual tokens; TNT's and random drop's are at one block."""
+    """Return each method's config that leaves so many percent of the visual tokens; TNT's and random drop's act at one block."""
     keep = percent / 100
     gone = round(PATCHES * (1 - keep) / (DEPTH - 2))  # ToMe merges after all but the last two blocks
     return {
@@ -306,7 +306,7 @@ def measure(out: Path, seeds: int, images: int, epochs: int) -> dict[str, Any]:
 
 
 def counted(model: Any) -> dict[str, int]:
-    """What a prompt with one question costs."""
+    """Count the cost of a prompt with one question."""
     found: Any = macs(model, text=4)
     return {"tower": found.tower, "prefill": found.prefill, "visual": found.visual, "cache": found.cache}
 
@@ -316,13 +316,13 @@ def mean(found: list[dict[str, float]], kind: str = "all") -> float:
 
 
 def spread(found: list[dict[str, float]]) -> str:
-    """The mean of all questions, and how far the seeds are apart."""
+    """Return the mean of all questions, and how far the seeds are apart."""
     low, high = (extreme(one["all"] for one in found) for extreme in (min, max))
     return f"{mean(found):.1f}" + (f" ({low:.1f} to {high:.1f})" if len(found) > 1 else "")
 
 
 def page(rows: dict[str, Any], training: dict[str, Any], images: int, seeds: int) -> str:
-    """The page of docs/."""
+    """Write the page of docs/."""
     least, names = RATES[-1], list(configs(RATES[-1]))
     table = [f"| `output` | visual tokens | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
     table.append(f"| | 100 % ({PATCHES}) |" + f" {rows['full']['all']:.1f} |" * len(names))
