@@ -20,6 +20,7 @@ import tyro
 from playwright.sync_api import sync_playwright
 from tqdm import tqdm
 
+from stamps import written
 from tntprune.app.choices import ExploredModel
 from tntprune.app.serve import served
 from tntprune.system.environment import stamp
@@ -82,6 +83,7 @@ def main(weights: Path | None = None, page: Path = Path("docs/guides/explorer.md
     )
     before, rest = page.read_text().split(START)
     write(page, f"{before}{START}\n{text}\n{END}{rest.split(END)[1]}".encode())
+    written(page)
     print(text)
 
 

@@ -42,6 +42,7 @@ CODE = {  # what figures depend on: files and folders of src/tntprune
     "exporting": ("exporters",),
     "shipping": ("assets/pretrained",),
     "latency": ("search/latency.py",),
+    "explorer": ("app",),
     "paper": ("paper",),
     "pretraining": ("training/pretraining.py",),
 }  # fmt: skip
@@ -72,6 +73,7 @@ WEIGHTS = "--weights ../shared/data/vit_tiny_patch16_224.safetensors"
 METHOD = ("method.py", "method_lab.py", "method_page.py", "method_plans.py")
 REAL = ("reducing", "counting", "reading", "judging")
 PAGES = {
+    "guides/explorer.md": Page(("explorer.py",), ("reducing", "timing", "explorer"), WEIGHTS),
     "results/dense.md": Page(
         ("dense.py",), ("reducing", "reading", "filling", "shipping"), f"{WEIGHTS} {DATA}/imagenet-val-1300"
     ),

@@ -441,7 +441,9 @@ def test_training_against_labels_needs_classes(kind):
 
 def test_other_models_are_refused_by_name():
     model = transformers.SwinModel(transformers.SwinConfig(embed_dim=8, depths=[1], num_heads=[1], image_size=32))
-    with pytest.raises(tntprune.UserError, match=r"SwinModel is not supported; expected .*transformers ViTModel"):
+    with pytest.raises(
+        tntprune.UserError, match=r"SwinModel is not supported; expected .*transformers ViT, BEiT, DINOv2"
+    ):
         reduce_(model, Random(at=1, keep=0.5))
 
 
@@ -468,6 +470,7 @@ def test_there_is_a_model_of_each_class_and_a_line_of_each_family_in_the_docs():
     """The marks in the table are the tests above of every kind."""
     assert sorted(kind for kinds in FAMILIES.values() for kind in kinds) == sorted(KINDS)
     towers = {type(part) for kind in KINDS for part in (make(kind), tower_of(make(kind)))}
+    towers |= {type(part) for kind in vlm_models.KINDS for part in vlm_models.make(kind).modules()}
     for adapter in adapters_of("transformers"):
         assert {*adapter.swaps, *adapter.holders} <= towers
     page = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text()

@@ -152,7 +152,11 @@ def test_another_number_of_classes_is_refused(folder, tmp_path, kind, names):
     path = folder(names)
     spec, root = ("torch/folder", path) if kind == "torch" else (f"{kind}/{path}", tmp_path / "cache")
     options = {"root": root, "split": "train"} | ({"samples": 2} if kind == "hfids" else {})
-    refused(lambda: open_photos(spec, SEVEN, **options), spec, f"{len(names)} classes", "expected 7 classes")
+    refused(
+        lambda: open_photos(spec, SEVEN, **options),
+        spec,
+        f"{len(names)} classes ('class0' for one), but the model has 7",
+    )
     assert len(open_photos(spec, SEVEN, labelled=False, **options)) == (2 if kind == "hfids" else 2 * len(names))
 
 

@@ -50,7 +50,7 @@ def test_the_step_is_what_loops_say(metric, options):
         scores = torch.stack([score(method.scorers["2"], token, True) for token in x])
         scores = (scores - scores.mean()) / scores.std(correction=0)
         compared = x if metric == "x" else heads.key[b, :, 2:].mean(0)
-        stay, into = chosen(scores, compared, size[b], 11, method.config.score_weight, method.config.size_weight)
+        stay, into = chosen(scores, compared, size[b], 11, method.config.weight_of_score, method.config.size_weight)
         fade, kept = max(0.0, float(method.merge_gates["2"])), list(into.items())
         share = {i: math.exp(fade * (cosine(compared[i], compared[j]) - 1)) for i, j in kept}
         lift = max(0.0, float(method.norm_corrections["2"]))

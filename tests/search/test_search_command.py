@@ -150,8 +150,8 @@ def test_the_last_line_is_a_command_to_type(digits, tmp_path, monkeypatch, call)
     ("more", "words"),
     [
         (["--macs", 0.5, "--out", "a.txt"], "ends in .json"),
-        (["--out", "a.json"], "expected one of --macs"),
-        (["--macs", 0.5, "--speedup", 2, "--out", "a.json"], "--macs and --speedup given"),
+        (["--out", "a.json"], "expected one of macs, latency and speedup"),
+        (["--macs", 0.5, "--speedup", 2, "--out", "a.json"], "macs and speedup given"),
         (["--macs", 0.5, "--method", "tome", "--r", 4, "--out", "a.json"], "--r: is what the search chooses"),
         (["--macs", 0.5, "--tokens", 4, "--out", "a.json"], "--tokens: is what the search chooses"),
         (["--macs", 0.5, "--similar", 4, "--out", "a.json"], "--similar: is what the search chooses"),

@@ -109,6 +109,11 @@ class Backbone(ABC):
     holders: ClassVar[dict[type[nn.Module], str]] = {}
     prompts: ClassVar[bool] = False
 
+    @property
+    def names(self) -> list[str]:
+        """What its models are called in messages."""
+        return [kind.__name__ for kind in {**self.swaps, **self.holders}]
+
     def knows(self, model: nn.Module) -> bool:
         """Return whether this adapter is for such a model, reduced or not."""
         kind = kind_of(model)
@@ -235,8 +240,9 @@ def find_backbone(model: nn.Module) -> Backbone:
         raise UserError(f"{type(model).__name__} is not supported: {reason}")
     refuse_wrapper(model)
     packages = [package for package in FAMILIES if sys.modules.get(package)]
-    classes = [c for package in packages for a in adapters_of(package) for c in {**a.swaps, **a.holders}]
-    known = ", ".join(f"{c.__module__.split('.')[0]} {c.__name__}" for c in classes)
+    known = "; ".join(
+        f"{package} {', '.join(name for a in adapters_of(package) for name in a.names)}" for package in packages
+    )
     raise UserError(f"{type(model).__module__}.{type(model).__name__} is not supported; expected {known}")
 
 
@@ -281,9 +287,10 @@ def _knowing(model: nn.Module) -> Backbone | None:
     return None
 
 
-def supports(kind: type) -> bool:
-    """Return whether an adapter is for models of a class."""
-    return any(kind in (*one.swaps, *one.holders) for one in adapters_of(kind.__module__.split(".")[0]))
+def supporting(kind: type) -> Backbone | None:
+    """Return the adapter for models of a class; None if there is none."""
+    found = adapters_of(kind.__module__.split(".")[0])
+    return next((one for one in found if kind in (*one.swaps, *one.holders)), None)
 
 
 def adapters_of(package: str) -> list[Backbone]:

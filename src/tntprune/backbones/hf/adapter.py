@@ -24,6 +24,10 @@ class HuggingFace(Backbone):
 
     anatomy: ClassVar[Anatomy]
 
+    @property
+    def names(self) -> list[str]:
+        return [self.anatomy.name]
+
     def classes(self, model: nn.Module) -> int:
         return int(getattr(model, "num_labels", 0))  # which models without a classifier do not have
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from tntprune.backbones.base import adapters_of, supports
+from tntprune.backbones.base import adapters_of, supporting
 from tntprune.errors import UsageError, UserError
 from tntprune.system.messages import warn
 from tntprune.system.storage import check_finite
@@ -50,12 +50,17 @@ class Named:
         named = list(getattr(self.config, "architectures", None) or [])
         own: Any = getattr(transformers, named[0], None) if named else None
         encoder: Any = transformers.MODEL_MAPPING.get(type(self.config), None)
-        found = next((kind for kind in (own, encoder) if isinstance(kind, type) and supports(kind)), None)
+        found = next((kind for kind in (own, encoder) if isinstance(kind, type) and supporting(kind)), None)
         if found is None:
             adapters: Any = adapters_of("transformers")
-            families = ", ".join(adapter.anatomy.name for adapter in adapters)
+            families = ", ".join(title for one in adapters if not one.prompts for title in one.names)
             what = named[0] if named else type(self.config).__name__.removesuffix("Config")
             raise UsageError(f"{name}: {what} is not supported; expected a model of {families}")
+        if (adapter := supporting(found)) is not None and adapter.prompts:
+            raise UsageError(
+                f"{name}: {found.__name__} answers prompts, which commands do not take; expected Python: "
+                "tntprune.reduce_(model, ...)"
+            )
         self.kind: Any = found
         if getattr(self.config, "mask_ratio", 0):
             self.config.mask_ratio = 0.0  # ViT-MAE as an encoder; it masks for its own training

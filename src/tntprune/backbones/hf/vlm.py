@@ -110,6 +110,10 @@ class VisionLanguage(Backbone):
         kind: ("model." if kind in GENERATORS else "") + family.tower for kind, family in BY_CLASS.items()
     }
 
+    @property
+    def names(self) -> list[str]:
+        return [family.name for family in FAMILIES]
+
     def knows(self, model: nn.Module) -> bool:
         return super().knows(model) or self._own(model) is not None
 
