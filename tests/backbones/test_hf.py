@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from fvcore.nn import FlopCountAnalysis
 
 import tntprune
+import vlm_models
 from configs import stirred
 from hf_models import (
     CLASSIFIERS,
