@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from conftest import make, photos_for
-from tntprune import TNT, UsageError, UserError, calibrate_, load_, macs, record, reduce_, save
+from tntprune import TNT, Random, UsageError, UserError, calibrate_, load_, macs, record, reduce_, save
 from tntprune.analysis.scores import record_scores
 from tntprune.backbones.attach import reduction_of
 from tntprune.ops.merging import standardised
+from tntprune.search.timing import _spread
 
 
 def attention_of(model, images, block):
@@ -113,3 +114,24 @@ def test_its_cost_is_one_row_of_attention_instead_of_a_scorer():
 def test_options_without_effect_are_refused(given, line):
     with pytest.raises(UsageError, match=line):
         TNT(**{"score": "attention", **given})
+
+
+def test_in_training_mode_it_works_as_ever_and_with_similar_tokens_removed_first():
+    model = reduce_(make("plain").train(), TNT(at=(2, 4), keep=0.7, similar=5, score="attention"))
+    images = photos_for(model)
+    with torch.no_grad():
+        assert torch.equal(model(images), model.eval()(images))
+
+
+def test_combined_with_another_reduction_sizes_count_as_they_do_alone():
+
+    model, images = make("plain"), photos_for(make("plain"))
+    with torch.inference_mode():
+        alone = reduce_(model, TNT(at=2, keep=0.5, score="attention"))(images)
+        both = reduce_(model, TNT(at=2, keep=0.5, score="attention"), Random(at=5, keep=1.0))(images)
+    assert torch.equal(alone, both)
+
+
+def test_a_search_for_a_time_budget_finds_schedules():
+
+    assert len(_spread(TNT(at=2, keep=0.5, score="attention"), 64, 6)) > 3

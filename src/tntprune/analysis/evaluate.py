@@ -32,6 +32,7 @@ from tntprune.system.clock import wait
 from tntprune.system.distributed import ALONE, ProcessGroup
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
+MOST_SEARCHED = 50_000  # photos among which neighbours are sought; the time grows with their square
 ORDER = (
     "images",
     "skipped",
@@ -204,7 +205,7 @@ def measure(
         tallies = dict.fromkeys((own, unpruned) if number % 2 else (unpruned, own))
         found = {tally: tally.run(images, labels) for tally in tallies}
         a, b = found[own], found[unpruned]
-        if own.embeds:
+        if own.embeds and own.images <= MOST_SEARCHED:
             kept.append(tuple(value.cpu() for value in (a.float(), b.float(), labels)))
         near.append(len(images) if not reduced else float((a * b).sum() if own.embeds else (a == b).sum()))
     for tally in dict.fromkeys((own, unpruned)):  # in the same order everywhere
@@ -223,7 +224,7 @@ def measure(
         base=unpruned.figures() if compare else None,
         speedup=median(b / a for a, b in zip(own.pace, unpruned.pace)) if compare else None,
         bad=lines,
-        **_searched(kept, reduced, device, group),
+        **(_searched(kept, reduced, device, group) if own.images <= MOST_SEARCHED else {}),
     )
 
 
@@ -261,7 +262,8 @@ def evaluate(
 
     With labels it gives top-1 and top-5. A reduced model with classes is compared by its first guesses with the
     unpruned model (`agreement`, in percent). One without classes is compared by its embeddings (`cosine`) and by the
-    nearest neighbours that they find among the images (`recall1`, `recall5`, `recall10`, `knn`).
+    nearest neighbours that they find among the images (`recall1`, `recall5`, `recall10`, `knn`), of which there may be
+    `MOST_SEARCHED` at most for that.
 
     Args:
         model: In eval mode, of timm or transformers.

@@ -13,7 +13,7 @@ from torch import nn
 from tntprune.analysis.macs import macs
 from tntprune.backbones.attach import twin_of
 from tntprune.backbones.base import find_backbone
-from tntprune.backbones.models import load_model
+from tntprune.backbones.models import HF, load_model
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import Config, all_methods, obstacle_to, options
 from tntprune.methods.text import as_flags, as_python
@@ -100,11 +100,11 @@ class ExploredModel:
 
     def python(self, reduced: Reduced) -> str:
         """Return the Python code that makes a reduced model."""
-        own = self.name in ("digits_vit", "vit16")
+        own = self.name in ("digits_vit", "vit16") or self.name.startswith(HF)
         path = [] if self.weights is None else ["from pathlib import Path", ""]
         if own or self.weights is not None:
             given = repr(self.name) + ("" if self.weights is None else f", Path({str(self.weights)!r})")
-            lines = [*path, "import tntprune", "from tntprune.backbones.models import load_model", ""]
+            lines = [*path, "import tntprune", "from tntprune.backbones.models import HF, load_model", ""]
             lines.append(f"model = load_model({given})")
         else:
             lines = ["import timm, tntprune", "", f"model = timm.create_model({self.name!r}, pretrained=True).eval()"]

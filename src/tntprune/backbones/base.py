@@ -114,6 +114,10 @@ class Backbone(ABC):
         """What its models are called in messages."""
         return [kind.__name__ for kind in {**self.swaps, **self.holders}]
 
+    def takes_images(self, model: nn.Module) -> bool:
+        """Return whether a model can be called with images alone, and then answers."""
+        return True
+
     def knows(self, model: nn.Module) -> bool:
         """Return whether this adapter is for such a model, reduced or not."""
         kind = kind_of(model)
@@ -247,8 +251,9 @@ def find_backbone(model: nn.Module) -> Backbone:
 
 
 def takes_images(model: nn.Module) -> Callable[[torch.Tensor], Any]:
-    """Return what can be called with images alone: the model, or of one that asks for words too its image side."""
-    return partial(find_backbone(model).output, model) if hasattr(model, "text_model") else model
+    """Return what can be called with images alone: the model, or one's adapter for a model that asks for more."""
+    backbone = find_backbone(model)
+    return model if backbone.takes_images(model) else partial(backbone.output, model)
 
 
 def refuse_wrapper(model: Any) -> None:

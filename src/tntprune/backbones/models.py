@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tntprune.backbones.base import find_backbone
+from tntprune.backbones.base import find_backbone, supporting
 from tntprune.backbones.classnames import name_classes, saved_names
 from tntprune.backbones.vit16 import vit16
 from tntprune.errors import UsageError, UserError
@@ -143,7 +143,7 @@ def load_model(name: str, weights: Path | None = None, device: str = "cpu", img_
 
 
 def drop_classifier_(model: nn.Module) -> nn.Module:
-    """Take the classifier off a model, in place, so that it gives embeddings: what it has pooled.
+    """Take the classifier off a model, so that it gives embeddings: of transformers' models the encoder is returned.
 
     A model that gives embeddings already, such as CLIP's with their projection, stays as it is.
 
@@ -152,6 +152,9 @@ def drop_classifier_(model: nn.Module) -> nn.Module:
     """
     if not find_backbone(model).classes(model):
         return model
+    encoder: Any = getattr(model, "base_model", model)  # transformers'
+    if encoder is not model and supporting(type(encoder)) is not None:
+        return encoder  # type: ignore[no-any-return]
     reset = getattr(model, "reset_classifier", None)  # timm's
     if reset is None:
         raise UserError(f"{type(model).__name__} has a classifier that cannot be taken off; expected a model without")

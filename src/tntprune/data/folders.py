@@ -44,6 +44,8 @@ def photos_in(folder: Path, model: nn.Module) -> list[Photo]:
     if any(loose):
         return [Photo(path, -1) for path in paths]
     names = [path.relative_to(folder).parts[0] for path in paths]
+    if set(names) <= SPLITS:  # and no classes
+        return [Photo(path, -1) for path in paths]
     index = {name: number for number, name in enumerate(sorted(set(names)))}
     return [Photo(path, index[name]) for path, name in zip(paths, names, strict=True)]
 

@@ -134,7 +134,7 @@ class Combined(Method):
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         if self.training and self.learner is not None:
             return self.parts[self.learner].bias(tokens, block)
-        own = next((part for part in self.parts if part.proportional and part.trains), None)  # it has learned how
+        own = next((part for part in self.parts if part.proportional and type(part).bias is not Method.bias), None)
         return super().bias(tokens, block) if own is None else own.bias(tokens, block)
 
     def attend(self, heads: Heads, tokens: Tokens) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from tntprune.backbones.attach import base_of, device_of, reduction_of, twin_of
-from tntprune.backbones.base import find_backbone, tower_of
+from tntprune.backbones.base import find_backbone, takes_images, tower_of
 from tntprune.backbones.reduced import Acting, Reduced
 from tntprune.bench.backends import DTYPES, check_settings
 from tntprune.bench.benchmark import cast, inputs
@@ -94,8 +94,8 @@ def measure_latency(
         doing = f"timing {kind} at {len(numbers)} numbers of tokens"
         lines[kind] = turns.shares(doing, calls, seconds / 2 / len(kinds))
     nothing = turns.reduced(Random(at=0, tokens=layout.patches))
-    shares = turns.shares("timing whole reduced models", [partial(one, turns.images) for one in [nothing, *models]],
-                          seconds / 2)  # fmt: skip
+    calls = [turns.call(one) for one in [nothing, *models]]
+    shares = turns.shares("timing whole reduced models", calls, seconds / 2)
     unpruned = turns.unpruned()
     curve = LatencyCurve(
         about(model, batch_size, dtype), timed_options(config), surroundings(turns.device)["date"], layout.patches,
@@ -121,7 +121,9 @@ def time_schedules(
     """
     turns = _Turns(model, batch_size, dtype, progress)
     models = [turns.reduced(config) for config in configs]
-    return turns.shares(f"timing {len(models)} schedules", [partial(one, turns.images) for one in models], seconds)
+    return turns.shares(
+        f"timing {len(models)} schedules", [partial(takes_images(one), turns.images) for one in models], seconds
+    )
 
 
 class _Turns:
@@ -132,8 +134,12 @@ class _Turns:
         check_settings((batch_size,), (dtype,), ("eager",), 3, self.device)
         self.base = base_of(cast(model, dtype))
         self.images = inputs(self.base, None, batch_size).to(self.device, DTYPES[dtype])
-        self.once = in_turns([partial(self.base, self.images)], 3, self.device, progress=False)[0].median / 1000
+        self.once = in_turns([self.call(self.base)], 3, self.device, progress=False)[0].median / 1000
         self.all: list[float] = []
+
+    def call(self, model: nn.Module) -> Call:
+        """Return the call of a model on the images."""
+        return partial(takes_images(model), self.images)
 
     def reduced(self, config: Config) -> nn.Module:
         """Return a model with a config on it."""
@@ -148,7 +154,7 @@ class _Turns:
         rounds = min(ROUNDS[1], max(ROUNDS[0], int(seconds / self.once / passes)))
         with tqdm(total=len(calls), desc=doing, disable=not self.progress) as bar:
             for begin in range(0, len(calls), TOGETHER):
-                some: list[Call] = [partial(self.base, self.images), *calls[begin : begin + TOGETHER]]
+                some: list[Call] = [self.call(self.base), *calls[begin : begin + TOGETHER]]
                 whole, *times = in_turns(some, rounds, self.device, warmup=1, progress=False)
                 found += [median(a / b for a, b in zip(one.all, whole.all, strict=True)) for one in times]
                 self.all += whole.all
@@ -173,7 +179,8 @@ def _spread(config: Config, patches: int, depth: int) -> list[Config]:
         for similar in similars:
             first = 0.95 * (patches - similar)
             tokens = tuple(max(1, round(first - (first - last * patches) * (n + 1) / len(at))) for n in range(len(at)))
-            own = {"similar": similar, "noise_blocks": at, "decreasing": False}
+            own = {"similar": similar, "decreasing": False}
+            own |= {"noise_blocks": at} if config.must_train else {}
             with suppress(UsageError):  # it cannot act there, or drops nothing for being similar
                 one = config.changed(at=at, tokens=tokens, **{name: own[name] for name in own if name in known})
                 schedule([one], patches, depth)

@@ -13,6 +13,7 @@ from torch import nn
 
 from tntprune.analysis.evaluate import Tally
 from tntprune.backbones.attach import device_of
+from tntprune.backbones.base import takes_images
 from tntprune.data.loading import Batch
 from tntprune.errors import UserError
 from tntprune.system.clock import Watch, in_turns, peak_memory
@@ -103,7 +104,7 @@ def speeds(
 
     def run(model: nn.Module) -> None:
         with autocast(images.device, precision):
-            model(images)
+            takes_images(model)(images)
 
     timed = [base, *(model for model in models if model is not base)]
     calls = [partial(run, model) for model in timed]

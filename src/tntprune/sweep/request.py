@@ -50,7 +50,8 @@ def name_of(config: Config | None, tuned: bool = False) -> str:
         return " then ".join(map(name_of, config.parts))
     recipe = ", paper's recipe" if getattr(config, "recipe", "") == "paper" else ""
     scorer = ", MLP" if getattr(config, "scorer", "") == "mlp" else ""
-    return config.title + recipe + scorer
+    score = {"attention": ", by attention", "both": ", and attention"}.get(getattr(config, "score", ""), "")
+    return config.title + recipe + scorer + score
 
 
 def scheme_of(config: Config | None, depth: int) -> str:

@@ -28,6 +28,9 @@ class HuggingFace(Backbone):
     def names(self) -> list[str]:
         return [self.anatomy.name]
 
+    def takes_images(self, model: nn.Module) -> bool:
+        return not hasattr(model, "text_model")  # which reads words
+
     def classes(self, model: nn.Module) -> int:
         return int(getattr(model, "num_labels", 0))  # which models without a classifier do not have
 

@@ -117,6 +117,13 @@ class ShorteningModel(ReducedModel):
             options = {name: value for name, value in kwargs.items() if name in wanted and name != "kwargs"}
             images = self.get_image_features(pixel_values, **{**options, "return_dict": True})
         keep, features = None, images
+        held = 0 if cache is None else int(cache.get_seq_length())
+        if images is not None and held and kwargs.get("token_type_ids") is not None:
+            # The unpruned model attends in both directions here, because it sees `pixel_values`.
+            raise UserError(
+                f"{type(self).__name__}: an image behind a cache that is filled already; expected text and images in "
+                "the first pass"
+            )
         if images is not None:
             keep, features = self.kept(input_ids, images)
         mm_encoder_outputs = None if images is None else {"image": features}

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import nn
 from transformers.models.siglip2 import modeling_siglip2 as siglip2
 
 from tntprune.backbones.base import Costs
@@ -65,9 +66,12 @@ def without_padding(patches: torch.Tensor, mask: torch.Tensor | None) -> torch.T
     """Cut off the padding behind patches (B, N, P * P * C) whose mask (B, N) is 0 there.
 
     Raises:
-        UserError: the images have different numbers of patches. A compiler does not look at the mask.
+        UserError: the images have different numbers of patches.
     """
-    if mask is None or torch.compiler.is_compiling():
+    if mask is None:
+        return patches
+    if torch.compiler.is_compiling():
+        torch._assert_async(mask.bool().all(), "padded patches in a compiled model; expected images that fill the grid")
         return patches
     fewest, most = (int(count) for count in mask.sum(1).aminmax())
     if fewest != most:
@@ -130,6 +134,9 @@ class HuggingFaceSiglip2(HuggingFaceSiglip):
         **made("MultiheadAttentionPoolingHead", Pool),
     }
     holders: ClassVar = dict.fromkeys((siglip2.Siglip2ForImageClassification, siglip2.Siglip2Model), "vision_model")
+
+    def takes_images(self, model: nn.Module) -> bool:
+        return False
 
     def ends(self, model: Any, costs: Costs, shape: Layout) -> Costs:
         tower: Any = self.tower(model)

@@ -156,6 +156,9 @@ class HuggingFaceViT(HuggingFace):
         },
     }
 
+    def takes_images(self, model: nn.Module) -> bool:
+        return "ViTMAE" not in type(model).__name__  # which shuffles its patches anew at each call
+
     def obstacle(self, model: nn.Module) -> str | None:
         if isinstance(model, mae.ViTMAEModel) and model.config.mask_ratio:
             share = model.config.mask_ratio

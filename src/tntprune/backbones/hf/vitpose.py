@@ -87,6 +87,9 @@ class HuggingFaceVitPose(HuggingFace):
         vitpose.VitPoseBackboneSelfAttention: derived(vitpose.VitPoseBackboneSelfAttention, _Attention, home=__name__),
     }
 
+    def takes_images(self, model: nn.Module) -> bool:
+        return False
+
     def obstacle(self, model: Any) -> str | None:
         if model.config.num_experts > 1:
             return f"num_experts={model.config.num_experts} (ViTPose+, whose experts go by dataset; expected 1)"

@@ -114,6 +114,9 @@ class VisionLanguage(Backbone):
     def names(self) -> list[str]:
         return [family.name for family in FAMILIES]
 
+    def takes_images(self, model: nn.Module) -> bool:
+        return False
+
     def knows(self, model: nn.Module) -> bool:
         return super().knows(model) or self._own(model) is not None
 

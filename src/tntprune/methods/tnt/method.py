@@ -208,7 +208,7 @@ class TrainingNoise(ScoringMethod):
             return self.add_noise(tokens)
         if self.merges:
             return self.merge(tokens, step, heads)
-        if self.training or step.place.block in self.config.locations:
+        if (self.training and self.trains) or step.place.block in self.config.locations:
             tokens = take(tokens, top(self.score(tokens, heads), step.ranked))  # the best first
         if step.leaving < step.ranked:
             groups = self.groups(step.ranked, tokens.x.device)
