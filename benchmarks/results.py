@@ -438,7 +438,8 @@ Each method acts at the blocks of its own paper ({places}). Its rates are scaled
 * **ATS and A-ViT** keep a different number of tokens per image. MACs are the mean over the images. ATS counts draws, so fewer
   tokens stay. A-ViT halts a fixed number of tokens here. With its own halting: {itself}.
 * **Training is short.** The papers train for 30 to 100 epochs of ImageNet. One training serves all rows of a method.
-* **Speed-up** is the median ratio to the unpruned model on the same {{batches}} batches of {{batch}}, in turns, fp32. Accuracy is
+* **Speed-up** is the median ratio to the unpruned model on the same {{batches}} batches of {{batch}}, in turns, fp32. Differences
+  below a tenth are noise. Accuracy is
   measured under bf16 autocast with the head in fp32.
 """.replace("{{model}}", MODEL)
     .replace("{{batches}}", str(SPEED_BATCHES))
