@@ -28,7 +28,8 @@ from tntprune.system.storage import write
 
 MODEL = "vit_tiny_patch16_224"
 START, END = "<!-- written by benchmarks/explorer.py -->", "<!-- end -->"
-FACTS, PICTURE = "document.querySelector('#facts-0').innerText", "document.querySelector('#kept-0 img').src"
+RATIO = "((document.querySelector('#facts-0')?.innerText ?? '').match(/([0-9.]+) x less/) ?? [])[1]"
+PICTURE = "document.querySelector('#kept-1 img')?.src"
 
 
 def moves(page: Any, slider: str, shown: str, values: Iterable[float]) -> list[float]:
@@ -40,13 +41,14 @@ def moves(page: Any, slider: str, shown: str, values: Iterable[float]) -> list[f
         shown: A JavaScript expression that changes with the answer.
         values: To which it is set.
     """
+    page.wait_for_selector(f"#{slider}")
     box, spent = page.locator(f"#{slider} input[type=number]"), []
     for value in tqdm(list(values), desc=slider, unit="move"):
         before = page.evaluate(shown)
         begin = time.perf_counter()
         box.fill(str(value))
         box.press("Enter")
-        page.wait_for_function(f"before => {shown} != before", arg=before, polling=10)
+        page.wait_for_function(f"before => {shown} && {shown} != before", arg=before, polling=10)
         spent.append(time.perf_counter() - begin)
         page.wait_for_timeout(300)  # both sides are at rest before the next move
     return spent
@@ -71,9 +73,9 @@ def main(weights: Path | None = None, page: Path = Path("docs/guides/explorer.md
         window = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox", "--disable-dev-shm-usage"])
         opened = window.new_page(viewport={"width": 1280, "height": 900})
         opened.goto(address)
-        opened.wait_for_function(f"{FACTS}.includes('x speed')")
+        opened.wait_for_function(RATIO)
         opened.wait_for_timeout(3000)
-        budget = moves(opened, "budget-0", FACTS, [0.5 + 0.02 * step for step in range(1, 21)])
+        budget = moves(opened, "budget-0", RATIO, [0.5 + 0.02 * step for step in range(1, 21)])
         block = moves(opened, "block", PICTURE, [3, 12, 4, 11, 5, 10, 3, 9, 4, 12])
         window.close()
     text = (
