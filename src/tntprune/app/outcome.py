@@ -100,11 +100,13 @@ def outcome(model: nn.Module, reduced: Reduced, seen: View) -> Outcome:
     before = output(model, seen.images).float()
     whole = np.arange(grid[0] * grid[1])
     pictures, heat, counts = [], [], []
-    carrier, latest = whole, None
+    carrier, drawn, latest = whole, seen.pixels, None
     for block in range(method.layout.depth + 1):
-        carrier = trace.carrier[block][0].cpu().numpy() if block in trace.carrier else carrier
+        if block in trace.carrier:
+            carrier = trace.carrier[block][0].cpu().numpy()
+            drawn = veiled(seen.pixels, carrier, grid)
         latest = heat_map(scores[block][0].cpu().numpy(), grid, seen.pixels) if block in scores else latest
-        pictures.append(veiled(seen.pixels, carrier, grid))
+        pictures.append(drawn)
         heat.append(latest)
         counts.append(int((carrier == whole).sum()))
     calls = [partial(output, one, seen.images) for one in (model, reduced.model)]
