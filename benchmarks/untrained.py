@@ -124,7 +124,7 @@ error of 1.7 points on these photos; the divergence tells methods apart better.
 
 * **TNT, by attention** is `TNT(score="attention")`. It ranks by the CLS token's attention and merges as trained TNT does.
 * **TNT, trained** has the scorers that come with the library: 1,000 other photos, no labels. "And attention" is `score="both"`, without
-  another training.
+  another training; with these scorers it gains nothing.
 * In the whole model, TNT by attention acts after blocks 1 to 11 with one keep rate, trained TNT after blocks 1 to 5, for which the
   library has scorers, ToMe in every block, Zero-TPrune at its own blocks, and the others at blocks 4, 7 and 10. Rates are scaled to the budget. Searched plans give more: [TNT in detail](tnt.md).
 """
