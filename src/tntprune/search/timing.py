@@ -179,7 +179,7 @@ def _spread(config: Config, patches: int, depth: int) -> list[Config]:
         for similar in similars:
             first = 0.95 * (patches - similar)
             tokens = tuple(max(1, round(first - (first - last * patches) * (n + 1) / len(at))) for n in range(len(at)))
-            own = {"similar": similar, "decreasing": False}
+            own: dict[str, Any] = {"similar": similar, "decreasing": False}
             own |= {"noise_blocks": at} if config.must_train else {}
             with suppress(UsageError):  # it cannot act there, or drops nothing for being similar
                 one = config.changed(at=at, tokens=tokens, **{name: own[name] for name in own if name in known})
