@@ -252,8 +252,8 @@ def find_backbone(model: nn.Module) -> Backbone:
 
 def takes_images(model: nn.Module) -> Callable[[torch.Tensor], Any]:
     """Return what can be called with images alone: the model, or one's adapter for a model that asks for more."""
-    backbone = find_backbone(model)
-    return model if backbone.takes_images(model) else partial(backbone.output, model)
+    backbone = _knowing(model)
+    return model if backbone is None or backbone.takes_images(model) else partial(backbone.output, model)
 
 
 def refuse_wrapper(model: Any) -> None:
