@@ -82,6 +82,5 @@ def test_a_projection_of_clip_is_no_classifier(name, classes):
             assert find_backbone(model).classes(model) == classes_of(model) == 10
 
 
-def test_a_classifier_that_cannot_be_taken_off_is_told():
-    with pytest.raises(UserError, match="ViTForImageClassification has a classifier that cannot be taken off"):
-        drop_classifier_(hf_models.make("vit_classifier"))
+def test_of_a_classifier_of_transformers_the_encoder_is_left():
+    assert find_backbone(drop_classifier_(hf_models.make("vit_classifier"))).names == ["ViT"]
