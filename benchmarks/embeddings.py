@@ -1,4 +1,4 @@
-"""What a search among embeddings loses when the model is made cheaper: docs/results/embeddings.md.
+"""Measure a search among the embeddings of cheaper models: docs/results/embeddings.md.
 
 python benchmarks/embeddings.py --data ../shared/data --out runs/embeddings
 
@@ -50,7 +50,7 @@ BATCH = 32
 
 
 class Gallery:
-    """The photos and their labels, and what is kept of each row."""
+    """The photos with their labels, and a file for the figures of each row."""
 
     def __init__(self, data: Path, out: Path) -> None:
         self.out = out
@@ -71,7 +71,7 @@ class Gallery:
         return embed(self.base, self.images)
 
     def reduced(self, config: Config) -> nn.Module:
-        """Return the model of a row; TNT's scorers are those that were trained."""
+        """Return the model of a row, with trained scorers for TNT."""
         restore_(self.model)
         if isinstance(config, TNT):
             return load_(self.model, self.out / "scorers", at=config.at, keep=config.keep)

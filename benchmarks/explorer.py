@@ -1,4 +1,4 @@
-"""How long the explorer takes to answer, as seen in a browser: a line of docs/guides/explorer.md.
+"""Time the answers of the explorer in a browser: a line of docs/guides/explorer.md.
 
 python benchmarks/explorer.py --weights ../shared/data/vit_tiny_patch16_224.safetensors
 

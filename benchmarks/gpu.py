@@ -57,7 +57,7 @@ GOAL = 0.9  # of the ratio of MACs, at the largest batch
 
 @dataclass(frozen=True)
 class Scale:
-    """What is run.
+    """The sizes and limits of a run.
 
     Args:
         models: To time, by their names in timm.
@@ -172,7 +172,7 @@ def kernels(found: Found, device: torch.device) -> None:
 
 
 def variants(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model, and what is put on it."""
+    """Return a model and its reduction."""
     depth = len(model.blocks)  # type: ignore[arg-type]
     third = max(1, depth // 4)
     at = tuple(range(third, depth, third))[:3]

@@ -251,7 +251,7 @@ class Bench:
 
 
 def train(data: Path, out: Path) -> None:
-    """Train what is not trained yet."""
+    """Run the trainings that have not ended."""
     for name, chosen in TRAININGS.items():
         run = out / name
         command = [

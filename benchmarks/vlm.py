@@ -1,4 +1,4 @@
-"""A tiny LLaVA of our own, and what it still answers with fewer visual tokens.
+"""Train a tiny LLaVA, and measure its answers with fewer visual tokens.
 
 python benchmarks/vlm.py --out runs/vlm
 
@@ -89,7 +89,7 @@ def build() -> LlavaForConditionalGeneration:
 
 @dataclass
 class Scenes:
-    """Pictures with what is on them.
+    """Pictures with the digits on them.
 
     Args:
         pictures: (n, 1, 64, 64), normalised.

@@ -18,7 +18,7 @@ from tntprune.backbones.base import find_backbone, supporting
 from tntprune.backbones.classnames import name_classes, saved_names
 from tntprune.backbones.vit16 import vit16
 from tntprune.errors import UsageError, UserError
-from tntprune.system.messages import warn
+from tntprune.system.messages import first_line, warn
 from tntprune.system.storage import check_finite, check_fits, read_weights
 
 DRAWING = (torch.Tensor.uniform_, torch.Tensor.erfinv_, torch.Tensor.clamp_)  # and all of torch.nn.init
@@ -177,7 +177,7 @@ def _fill(model: nn.Module, loaded: dict[str, torch.Tensor], path: Path, name: s
     try:
         tensors = _filter_of(model)(loaded, model)
     except Exception as error:  # timm's filter fails in many ways on weights of another kind of model
-        raise UserError(f"{path}: not weights of {name} ({_first_line(error)})") from None
+        raise UserError(f"{path}: not weights of {name} ({first_line(error)})") from None
     wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     given = {key: tuple(value.shape) for key, value in tensors.items()}
     patch = loaded.get("patch_embed.proj.weight")
@@ -207,7 +207,7 @@ def check_device(device: str) -> torch.device:
         target = torch.device(device)
         torch.empty(1, device=target).item()
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         raise UsageError(f"device {device!r} cannot be used ({reason}); expected cpu, cuda or mps") from None
     return target
 
@@ -245,10 +245,6 @@ def _is_timm(name: str) -> bool:
     return bool(timm.is_model(name))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
-
-
 def _build(name: str, img_size: ImgSize = None, num_classes: int | None = None) -> nn.Module:
     """Without weights.
 
@@ -271,7 +267,7 @@ def _build(name: str, img_size: ImgSize = None, num_classes: int | None = None) 
     except (TypeError, AssertionError, RuntimeError, ValueError, ArithmeticError) as error:  # as the family has it
         if img_size is None:
             raise
-        reason = _first_line(error)
+        reason = first_line(error)
         raise UsageError(f"--img-size {_size(img_size)}: {name} takes no such images ({reason})") from None
     if img_size is not None:
         _check_multiple(name, model, img_size)
@@ -297,6 +293,6 @@ def _fetch(name: str, img_size: ImgSize = None) -> nn.Module:
         return model
     except Exception as error:  # no network, no such repository, a proxy: the Hub's client has a dozen of these
         raise UserError(
-            f"{name}: pretrained weights could not be fetched from the Hub ({_first_line(error)}); "
+            f"{name}: pretrained weights could not be fetched from the Hub ({first_line(error)}); "
             "expected a connection, or --weights FILE with weights on this machine"
         ) from None

@@ -19,9 +19,10 @@ from tntprune.backbones.attach import device_of, is_reduced
 from tntprune.backbones.base import find_backbone
 from tntprune.errors import UserError
 from tntprune.exporters.export import export, reopen
-from tntprune.exporters.formats import KEPT, LOGITS, first_line
+from tntprune.exporters.formats import KEPT, LOGITS
 from tntprune.exporters.graph import Answering
 from tntprune.system.clock import in_turns
+from tntprune.system.messages import first_line
 
 TOLERANCE = 1e-3  # of the spread of an image's logits, in fp32
 BORDER = 0.02  # share of images of a reduced model, at least one, in which a token may go the other way in fp32

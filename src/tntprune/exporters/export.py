@@ -20,12 +20,13 @@ from tntprune.backbones.attach import is_reduced, reduction_of
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.reduced import Reduced
 from tntprune.errors import UsageError, UserError
-from tntprune.exporters.formats import INPUT, KEPT, Captured, DType, Format, Runner, find_format, first_line, quiet
+from tntprune.exporters.formats import INPUT, KEPT, Captured, DType, Format, Runner, find_format, quiet
 from tntprune.exporters.graph import capture, exportable
 from tntprune.exporters.samples import as_tensor, class_list, preprocessing
 from tntprune.methods import to_dict
 from tntprune.methods.base import Method
 from tntprune.methods.checks import check_whole
+from tntprune.system.messages import first_line
 from tntprune.system.storage import check_output, find_target, forget_leftovers, make_folder, put, write
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tntprune.errors import UsageError, UserError
+from tntprune.system.messages import first_line
 
 DType = Literal["fp32", "fp16", "bf16", "int8"]
 INPUT, LOGITS, EMBEDDING, KEPT = "images", "logits", "embedding", "kept"  # names of a file's input and outputs
@@ -200,11 +201,6 @@ FORMATS = {
         {"int8": "torch.export packages hold floating-point weights; expected openvino with int8"}, {},
     ),
 }  # fmt: skip
-
-
-def first_line(error: BaseException) -> str:
-    """Return what an exception says, in so many words."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ from torch import nn
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.reduced import Reduced
 from tntprune.errors import UserError
-from tntprune.exporters.formats import EMBEDDING, INPUT, KEPT, LOGITS, Captured, first_line, quiet
+from tntprune.exporters.formats import EMBEDDING, INPUT, KEPT, LOGITS, Captured, quiet
+from tntprune.system.messages import first_line
 
 
 class Answering(nn.Module):

@@ -94,6 +94,13 @@ def attend(
     return F.scaled_dot_product_attention(*wide, dropout_p=dropout, scale=scale)[..., : value.shape[-1]]
 
 
+def added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum of two terms of the attention's logits, each of which may be missing."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
 def wants_mask(bias: torch.Tensor) -> bool:
     """Return whether fused attention is faster with a bias of each key as its mask than as a part of the keys.
 

@@ -18,6 +18,11 @@ def one_line(text: str) -> str:
     return safe if len(safe) <= LONGEST else f"{safe[: LONGEST // 2]} ... {safe[-LONGEST // 2 :]}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says, of at most 160 characters; its name if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
 def warn(text: str) -> None:
     """Print one line on standard error."""
     print(one_line(text), file=sys.stderr)

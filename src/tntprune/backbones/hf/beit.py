@@ -19,11 +19,11 @@ from tntprune.backbones.hf.towers import (
     OpenLayer,
     ReducedModel,
     ReducedTower,
-    added,
     derived,
     mean_by_size,
 )
 from tntprune.methods.base import Layout
+from tntprune.ops.attention import added
 from tntprune.ops.tokens import Tokens
 
 

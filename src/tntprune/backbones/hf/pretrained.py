@@ -11,7 +11,7 @@ from torch import nn
 
 from tntprune.backbones.base import adapters_of, supporting
 from tntprune.errors import UsageError, UserError
-from tntprune.system.messages import warn
+from tntprune.system.messages import first_line, warn
 from tntprune.system.storage import check_finite
 
 FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "model*.safetensors", "pytorch_model*.bin")
@@ -44,7 +44,7 @@ class Named:
             self.config: Any = transformers.AutoConfig.from_pretrained(repo, **self.options)
         except Exception as error:  # no such file, no network, not JSON, an unknown kind: each has its own
             raise UsageError(
-                f"{name}: no config of a model of transformers could be read ({_first_line(error)}); expected a "
+                f"{name}: no config of a model of transformers could be read ({first_line(error)}); expected a "
                 "folder made by save_pretrained, or an id on the Hub"
             ) from None
         named = list(getattr(self.config, "architectures", None) or [])
@@ -88,7 +88,7 @@ class Named:
             )
         except Exception as error:  # no such file, no network, broken or other weights: each has its own
             raise UserError(
-                f"{self.name}: its weights cannot be loaded ({_first_line(error)}); expected those that "
+                f"{self.name}: its weights cannot be loaded ({first_line(error)}); expected those that "
                 f"{self.kind.__name__}.from_pretrained takes"
             ) from None
         missing = sorted(about["missing_keys"])
@@ -106,7 +106,3 @@ class Named:
         """List what decides the outputs of a model in a folder, in order; nothing of a Hub id."""
         found = [] if self.folder is None else [file for pattern in FILES for file in self.folder.glob(pattern)]
         return sorted(found)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:150]

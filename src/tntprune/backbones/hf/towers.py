@@ -23,7 +23,7 @@ from tntprune.backbones.blocks import Inside, OpenBlock
 from tntprune.backbones.hf.anatomy import Anatomy, Parts
 from tntprune.backbones.reduced import Reduced, refuse_proxy
 from tntprune.errors import UserError
-from tntprune.ops.attention import Heads
+from tntprune.ops.attention import Heads, added
 from tntprune.ops.tokens import Tokens, lay, spread
 
 
@@ -79,13 +79,6 @@ class OpenAttention:
     def placed(self, query: torch.Tensor, key: torch.Tensor, **context: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and keys (B, heads, n, head_dim) with the positions of their tokens in them."""
         return query, key
-
-
-def added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the sum of two terms of the attention's logits, each of which may be missing."""
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
 
 
 def derived(plain: type, *mixins: type, home: str, **attributes: Any) -> type:

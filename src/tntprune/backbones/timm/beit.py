@@ -15,7 +15,7 @@ from timm.models.beit import Attention, Beit, Block
 from tntprune.backbones.blocks import Inside
 from tntprune.backbones.timm.base import ReducedTimm, Timm
 from tntprune.backbones.timm.block import OpenAttention, PreNormGamma, heads_of
-from tntprune.ops.attention import Heads
+from tntprune.ops.attention import Heads, added
 
 
 class Pairs(NamedTuple):
@@ -50,7 +50,7 @@ class OpenBeitAttention(OpenAttention, Attention):  # type: ignore[misc]
         own = None
         if self.relative_position_bias_table is not None:
             own = self._get_rel_pos_bias() if rows is None else _bias(self, rows)
-        return heads_of(self, x, _sum(_sum(own, shared_rel_pos_bias), bias))
+        return heads_of(self, x, added(added(own, shared_rel_pos_bias), bias))
 
 
 class ReducedBeit(ReducedTimm, Beit):  # type: ignore[misc]
@@ -95,12 +95,6 @@ def _bias(biased: Any, rows: torch.Tensor) -> torch.Tensor:
     table = F.pad(biased.relative_position_bias_table.t(), (0, 1))  # (heads, pairs + 1), the last one 0
     bias: torch.Tensor = table.index_select(1, rows.flatten()).unflatten(1, rows.shape)  # (heads, B, m, m)
     return bias.transpose(0, 1)
-
-
-def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
 
 
 def _biased(model: Any) -> Any:
