@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tntprune import ATS, TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, ZeroTPrune
+from tntprune import ATS, DTEM, TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, ZeroTPrune
 from tntprune.backbones.attach import reduction_of
 from tntprune.reduce import reduce_
 
@@ -41,9 +41,12 @@ CONFIGS = {
     "avit": AViT(gate_center=5.0),
     "avit-fixed": AViT(at=2, keep=0.5),
     "evovit": EvoViT(at=(2, 4), keep=0.5),
+    "dtem": DTEM(r=5),
+    "dtem-passes": DTEM(at=(2, 4), keep=0.4, inside=False, metric="x", width=5),
 }
 FIRST = (  # one of each kind of method
     "random", "tnt", "tnt-merging", "topk", "evit", "dynamicvit", "tome", "zerotprune", "ats", "avit", "evovit",
+    "dtem",
 )  # fmt: skip
 SOME = ("random", "tnt-similar", "tnt-several", "tnt-similar-merge", "tnt-merging-inside", "evit", "tome", "ats")
 EACH = (
@@ -60,6 +63,7 @@ EACH = (
     "ats",
     "avit",
     "evovit",
+    "dtem",
 )
 LOOSE = (
     "ats",

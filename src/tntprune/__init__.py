@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tntprune.exporters.export import export
     from tntprune.methods import (
         ATS,
+        DTEM,
         TNT,
         AViT,
         DynamicViT,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "ATS", "TNT", "AViT", "Config", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "Random", "ScoringMethod",
+    "ATS", "DTEM", "TNT", "AViT", "Config", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "Random", "ScoringMethod",
     "ToMe", "Tokens", "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_", "embed", "evaluate", "export",
     "features", "find_plan", "load_", "macs", "option", "push", "record", "reduce_", "register_method", "restore_",
     "save", "vit16",
@@ -46,7 +47,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(
-        ("ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune",
+        ("ATS", "DTEM", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune",
          "register_method"), "methods"
     ), "Config": "methods.config", "option": "methods.config", "Layout": "methods.base", "Method": "methods.base",
     "ScoringMethod": "methods.base",

@@ -13,6 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 from conftest import SMALL, make, photos_for
 from tntprune import (
     ATS,
+    DTEM,
     TNT,
     AViT,
     DynamicViT,
@@ -47,6 +48,7 @@ from tntprune.serialization.plan import write_plan
 METHODS = [
     TNT(), TNT(recipe="relative", similar=9), Random(), TopK(), EViT(), EViT(fuse=False), DynamicViT(), ToMe(),
     ToMe(inside=False, r=3), ZeroTPrune(), ZeroTPrune(beyond=False), AViT(), EvoViT(),
+    DTEM(),
 ]  # fmt: skip
 
 

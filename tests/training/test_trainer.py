@@ -10,6 +10,7 @@ import torch
 
 from conftest import make, photos_for
 from tntprune import (
+    DTEM,
     TNT,
     AViT,
     DynamicViT,
@@ -43,6 +44,7 @@ LEARNERS = {
     "tnt-mlp": TNT(at=2, noise_blocks=2, scorer="mlp", recipe="paper"),
     "dynamicvit": DynamicViT(at=(2, 4)),
     "avit": AViT(gate_center=6.0),
+    "dtem": DTEM(at=(2, 4), r=9),
 }
 TUNED = {**LEARNERS, "evit": EViT(at=(2, 4)), "topk": TopK(at=2), "tome": ToMe(r=4), "random": Random(at=2)}
 

@@ -6,6 +6,7 @@ from tntprune.methods.avit import AdaptiveTokens, AViT
 from tntprune.methods.checks import check_options, choices, options
 from tntprune.methods.combination import Combination, Combined
 from tntprune.methods.config import Config
+from tntprune.methods.dtem import DTEM, DecoupledMerging
 from tntprune.methods.dynamicvit import DynamicSparsification, DynamicViT
 from tntprune.methods.evit import EViT, ExpediteViT
 from tntprune.methods.evovit import EvoViT, SlowFast
@@ -19,7 +20,7 @@ from tntprune.methods.topk import TopK, TopKPruning
 from tntprune.methods.zerotprune import ZeroTokenPruning, ZeroTPrune
 
 __all__ = [
-    "ATS", "METHODS", "RECIPES", "TNT", "AViT", "Combination", "Config", "DynamicViT", "EViT", "EvoViT", "Random",
+    "ATS", "DTEM", "METHODS", "RECIPES", "TNT", "AViT", "Combination", "Config", "DynamicViT", "EViT", "EvoViT", "Random",
     "ToMe", "TopK", "ZeroTPrune", "all_methods", "check_options", "choices", "find_method", "from_dict",
     "implementation", "obstacle_to", "options", "register_method", "to_dict",
 ]  # fmt: skip
@@ -34,4 +35,5 @@ register_method(ZeroTPrune, ZeroTokenPruning)
 register_method(ATS, AdaptiveTokenSampling)
 register_method(AViT, AdaptiveTokens)
 register_method(EvoViT, SlowFast)
+register_method(DTEM, DecoupledMerging)
 registry.implement(Combination, Combined)

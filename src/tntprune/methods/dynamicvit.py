@@ -53,7 +53,7 @@ class DynamicViT(Config):
     kl_weight: float = option(0.5, "weight of the KL divergence from the unpruned model's logits")
     ratio_weight: float = option(2.0, "weight of the loss on the kept share")
     token_weight: float = option(0.5, "weight of the token-distance loss (to the unpruned model's tokens)")
-    temperature: float = option(1.0, "temperature of the Gumbel-softmax")
+    temperature: float = option(1.0, "temperature of the softmax in training")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -139,7 +139,7 @@ class TokenMerging(Method):
 
     def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
         features = replace(tokens, x=self.compared(tokens, heads), prefix=0, carrier=None)
-        for count, gone in _passes(step):
+        for count, gone in passes(step):
             pairs = match(features.x, gone, odd=tokens.prefix % 2)
             tokens = merge(tokens, *pairs)  # count - gone patch tokens
             if count - gone > step.leaving:  # what is compared of a merged token is the mean of its tokens'
@@ -150,7 +150,7 @@ class TokenMerging(Method):
         """Count the comparisons, as in the paper's closed form, and D for each token that is merged away."""
         layout, metric = self.layout, self.config.metric
         width = {"mean": layout.attn_dim // layout.heads, "concat": layout.attn_dim, "x": layout.embed_dim}[metric]
-        pairs = sum((count // 2) * (count - count // 2) for count, _ in _passes(step))
+        pairs = sum((count // 2) * (count - count // 2) for count, _ in passes(step))
         return pairs * width + (step.entering - step.leaving) * layout.embed_dim
 
     @classmethod
@@ -182,7 +182,7 @@ def match(x: torch.Tensor, gone: int, odd: int) -> tuple[torch.Tensor, ...]:
     return 2 * stay + odd, into, 2 * go + odd, best.gather(1, go)
 
 
-def _passes(step: Step) -> list[tuple[int, int]]:
+def passes(step: Step) -> list[tuple[int, int]]:
     """Return the tokens that arrive and go, pass by pass: at most half, as published, which A always holds."""
     passes, count = [], step.entering
     while count > step.leaving:
