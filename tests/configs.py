@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tntprune import ATS, DTEM, TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, ZeroTPrune
+from tntprune import ATS, DTEM, TNT, AViT, DiffRate, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, ZeroTPrune
 from tntprune.backbones.attach import reduction_of
 from tntprune.reduce import reduce_
 
@@ -43,10 +43,13 @@ CONFIGS = {
     "evovit": EvoViT(at=(2, 4), keep=0.5),
     "dtem": DTEM(r=5),
     "dtem-passes": DTEM(at=(2, 4), keep=0.4, inside=False, metric="x", width=5),
+    "diffrate": DiffRate(at=(2, 4), prune=(9, 5), merge=(8, 20)),
+    "diffrate-budget": DiffRate(budget=0.7),
 }
 FIRST = (  # one of each kind of method
     "random", "tnt", "tnt-merging", "topk", "evit", "dynamicvit", "tome", "zerotprune", "ats", "avit", "evovit",
     "dtem",
+    "diffrate",
 )  # fmt: skip
 SOME = ("random", "tnt-similar", "tnt-several", "tnt-similar-merge", "tnt-merging-inside", "evit", "tome", "ats")
 EACH = (
@@ -64,6 +67,7 @@ EACH = (
     "avit",
     "evovit",
     "dtem",
+    "diffrate",
 )
 LOOSE = (
     "ats",

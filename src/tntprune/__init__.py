@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         DTEM,
         TNT,
         AViT,
+        DiffRate,
         DynamicViT,
         EViT,
         EvoViT,
@@ -39,16 +40,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "ATS", "DTEM", "TNT", "AViT", "Config", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "Random", "ScoringMethod",
-    "ToMe", "Tokens", "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_", "embed", "evaluate", "export",
-    "features", "find_plan", "load_", "macs", "option", "push", "record", "reduce_", "register_method", "restore_",
-    "save", "vit16",
+    "ATS", "DTEM", "TNT", "AViT", "Config", "DiffRate", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "Random",
+    "ScoringMethod", "ToMe", "Tokens", "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_", "embed",
+    "evaluate", "export", "features", "find_plan", "load_", "macs", "option", "push", "record", "reduce_",
+    "register_method", "restore_", "save", "vit16",
 ]  # fmt: skip
 
 _HOMES = {
     **dict.fromkeys(
-        ("ATS", "DTEM", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune",
-         "register_method"), "methods"
+        ("ATS", "DTEM", "TNT", "AViT", "DiffRate", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK",
+         "ZeroTPrune", "register_method"), "methods"
     ), "Config": "methods.config", "option": "methods.config", "Layout": "methods.base", "Method": "methods.base",
     "ScoringMethod": "methods.base",
     "Tokens": "ops.tokens", "UsageError": "errors", "UserError": "errors",

@@ -61,7 +61,7 @@ def attach(model: Model, config: Config, *more: Config, output: str | None = Non
         config = Combination(parts=given)
     kind = implementation(type(config))
     with torch.inference_mode(False):  # or its parameters could never be trained
-        method = kind(config, layout).train(tower.training)
+        method = kind(config, layout._replace(costs=backbone.costs(model).blocks)).train(tower.training)
         method.output = output
         _check_read(model, backbone, method)
         method.settle()

@@ -6,6 +6,7 @@ from tntprune.methods.avit import AdaptiveTokens, AViT
 from tntprune.methods.checks import check_options, choices, options
 from tntprune.methods.combination import Combination, Combined
 from tntprune.methods.config import Config
+from tntprune.methods.diffrate import CompressionRates, DiffRate
 from tntprune.methods.dtem import DTEM, DecoupledMerging
 from tntprune.methods.dynamicvit import DynamicSparsification, DynamicViT
 from tntprune.methods.evit import EViT, ExpediteViT
@@ -20,9 +21,9 @@ from tntprune.methods.topk import TopK, TopKPruning
 from tntprune.methods.zerotprune import ZeroTokenPruning, ZeroTPrune
 
 __all__ = [
-    "ATS", "DTEM", "METHODS", "RECIPES", "TNT", "AViT", "Combination", "Config", "DynamicViT", "EViT", "EvoViT", "Random",
-    "ToMe", "TopK", "ZeroTPrune", "all_methods", "check_options", "choices", "find_method", "from_dict",
-    "implementation", "obstacle_to", "options", "register_method", "to_dict",
+    "ATS", "DTEM", "METHODS", "RECIPES", "TNT", "AViT", "Combination", "Config", "DiffRate", "DynamicViT", "EViT",
+    "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune", "all_methods", "check_options", "choices", "find_method",
+    "from_dict", "implementation", "obstacle_to", "options", "register_method", "to_dict",
 ]  # fmt: skip
 
 register_method(TNT, TrainingNoise)  # in the order in which methods are listed
@@ -36,4 +37,5 @@ register_method(ATS, AdaptiveTokenSampling)
 register_method(AViT, AdaptiveTokens)
 register_method(EvoViT, SlowFast)
 register_method(DTEM, DecoupledMerging)
+register_method(DiffRate, CompressionRates)
 registry.implement(Combination, Combined)

@@ -32,6 +32,8 @@ class Layout(NamedTuple):
         attn_dim: Width of all heads together.
         pool: What the head reads: "token" for the CLS token, else how the tokens are pooled.
         opens: Whether its blocks can be run in halves, with a view of their attention.
+        costs: Multiply-accumulates of each block: of its attention for each token, of its attention for each pair of
+            tokens, of its MLP for each token. Empty where nobody asked the model.
     """
 
     family: str
@@ -45,6 +47,7 @@ class Layout(NamedTuple):
     attn_dim: int = 0
     pool: str = "token"
     opens: bool = True
+    costs: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def patches(self) -> int:

@@ -26,6 +26,7 @@ from tntprune.ops.tokens import Tokens, ranking, size_bias, take
 
 MAX_WIDTH = 4096
 EPS = torch.finfo(torch.float32).eps
+SCALE = 8.0  # of the first weights, which no cosine sees: it makes the usual learning rate small beside them
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,11 @@ class DecoupledMerging(TokenMerging):
         inputs = self.read_width()
         self.embeddings = nn.ModuleDict()
         for block in config.blocks(layout.depth):
-            self.embeddings[str(block)] = Affine(inputs, config.width, generator)
+            layer = Affine(inputs, config.width, generator)
+            layer.weight.data *= SCALE
             if config.metric != "x":
-                self.start_as_mean(self.embeddings[str(block)])  # type: ignore[arg-type]
+                self.start_as_mean(layer)
+            self.embeddings[str(block)] = layer
 
     def read_width(self) -> int:
         """Return the width of what the linear layers read."""
@@ -103,7 +106,7 @@ class DecoupledMerging(TokenMerging):
         head_dim = self.layout.attn_dim // self.layout.heads
         heads = layer.weight.shape[1] // head_dim
         rows = min(self.config.width, head_dim)
-        layer.weight[:rows] = torch.eye(head_dim)[:rows].repeat(1, heads) / heads
+        layer.weight[:rows] = torch.eye(head_dim)[:rows].repeat(1, heads) / heads * SCALE
 
     def compared(self, tokens: Tokens, heads: Heads | None) -> torch.Tensor:
         """Return the embedding of each patch token, (B, n, width) in fp32. Gradients reach the linear layer alone."""

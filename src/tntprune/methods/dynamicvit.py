@@ -19,7 +19,7 @@ from tntprune.methods.checks import check, check_words, is_number
 from tntprune.methods.config import Config, option
 from tntprune.methods.layers import Affine
 from tntprune.methods.steps import Place, Plan, Step, Turn, truncated
-from tntprune.ops.attention import Heads
+from tntprune.ops.attention import Heads, masked
 from tntprune.ops.tokens import Tokens
 
 
@@ -155,12 +155,7 @@ class DynamicSparsification(ScoringMethod):
         """In training, attention that sees kept tokens, and each token itself (the paper's equation 10)."""
         if not self.training or tokens.size is None:
             return heads.output()
-        mask = F.pad(tokens.size, (tokens.prefix, 0), value=1.0)[:, None, None, :]  # (B, 1, 1, prefix + n)
-        own = torch.eye(mask.shape[-1], device=mask.device)
-        logits = heads.logits(heads.query).float()
-        weight = (logits - logits.amax(-1, keepdim=True)).exp() * (mask + (1 - mask) * own)
-        attention = (weight + EPS / mask.shape[-1]) / (weight.sum(-1, keepdim=True) + EPS)
-        return attention.to(heads.value.dtype) @ heads.value
+        return masked(heads, tokens.size)
 
     def score(self, tokens: Tokens, heads: Heads | None) -> torch.Tensor:
         logits = self.predictors[str(tokens.block)](tokens.patches, None)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 LEAST = -1e4  # exp of it is 0 in every precision, and a row of nothing else is no NaN
+UNSEEN = 1e-6  # of attention for all masked tokens together
 LOWEST = -3e4  # of a key's entry: fp16 ends at 65,504
 
 
@@ -92,6 +93,23 @@ def attend(
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
     wide = widened(query, key, value, scale, bias)
     return F.scaled_dot_product_attention(*wide, dropout_p=dropout, scale=scale)[..., : value.shape[-1]]
+
+
+def masked(heads: Heads, mask: torch.Tensor) -> torch.Tensor:
+    """Return attention that sees patch tokens as far as a mask says, and each token itself, (B, heads, n, head_dim).
+
+    Source: DynamicViT's equation 10. Gradients reach the mask, also where it is 0.
+
+    Args:
+        heads: Of the block.
+        mask: (B, n), from 0 to 1, of the patch tokens; those before them are always seen.
+    """
+    mask = F.pad(mask, (heads.key.shape[2] - mask.shape[1], 0), value=1.0)[:, None, None, :]  # (B, 1, 1, prefix + n)
+    own = torch.eye(mask.shape[-1], device=mask.device)
+    logits = heads.logits(heads.query).float()
+    weight = (logits - logits.amax(-1, keepdim=True)).exp() * (mask + (1 - mask) * own)
+    attention = (weight + UNSEEN / mask.shape[-1]) / (weight.sum(-1, keepdim=True) + UNSEEN)
+    return attention.to(heads.value.dtype) @ heads.value
 
 
 def added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:

@@ -28,6 +28,7 @@ MARGIN = 0.03  # by which a number of tokens has to be slower than a larger one 
 FREE = {  # options that change how many tokens go and where, which ones, or how a method learns, and no step's time
     "at", "keep", "tokens", "r", "decreasing", "similar", "order", "noise_blocks", "noise_at", "capacity",
     "noise_scale", "stream_norm", "beta", "objective", "prune_prob", "score_weight", "size_weight", "anneal",
+    "temperature", "neighbours", "prune", "merge", "budget", "pruned_share", "budget_weight",
 }  # fmt: skip
 
 
