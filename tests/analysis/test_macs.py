@@ -8,7 +8,7 @@ import torch
 from fvcore.nn import FlopCountAnalysis
 
 from conftest import make, photos_for
-from tntprune import DTEM, TNT, Random, macs, reduce_
+from tntprune import DTEM, TNT, DiffRate, Random, macs, reduce_
 from tntprune.backbones.attach import base_of
 from tntprune.backbones.models import shape_of
 
@@ -37,6 +37,7 @@ CONFIGS = [
     TNT(at=3, keep=0.25, similar=4),
     TNT(at=(1, 3), keep=(0.8, 0.5)),
     DTEM(at=(1, 3), keep=0.4),
+    DiffRate(at=(1, 3), keep=0.7),
     TNT(at=(1, 3), keep=0.8, inside=True, metric="mean"),
 ]
 COUNTED = [

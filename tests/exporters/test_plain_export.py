@@ -19,7 +19,7 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 FIXED = (  # one of each kind; ATS and A-ViT itself keep another number in each image
     "random-several", "tnt", "tnt-merging-inside", "tnt-similar-merge", "topk", "evit", "dynamicvit", "tome",
-    "tome-passes", "zerotprune", "avit-fixed", "evovit", "dtem",
+    "tome-passes", "zerotprune", "avit-fixed", "evovit", "dtem", "diffrate",
 )  # fmt: skip
 
 

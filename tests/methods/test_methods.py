@@ -23,7 +23,7 @@ def test_every_method_is_in_the_matrix():
     assert {config.method for config in CONFIGS.values()} == set(METHODS)
 
 
-NEED_CLS = ("topk", "evit", "ats", "evovit")
+NEED_CLS = ("topk", "evit", "ats", "evovit", "diffrate")
 
 
 @pytest.mark.parametrize("kind", BACKBONES)

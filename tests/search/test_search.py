@@ -16,6 +16,7 @@ from tntprune import (
     DTEM,
     TNT,
     AViT,
+    DiffRate,
     DynamicViT,
     EViT,
     EvoViT,
@@ -48,7 +49,7 @@ from tntprune.serialization.plan import write_plan
 METHODS = [
     TNT(), TNT(recipe="relative", similar=9), Random(), TopK(), EViT(), EViT(fuse=False), DynamicViT(), ToMe(),
     ToMe(inside=False, r=3), ZeroTPrune(), ZeroTPrune(beyond=False), AViT(), EvoViT(),
-    DTEM(),
+    DTEM(), DiffRate(),
 ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from tntprune import (
     DTEM,
     TNT,
     AViT,
+    DiffRate,
     DynamicViT,
     EViT,
     Random,
@@ -45,6 +46,7 @@ LEARNERS = {
     "dynamicvit": DynamicViT(at=(2, 4)),
     "avit": AViT(gate_center=6.0),
     "dtem": DTEM(at=(2, 4), r=9),
+    "diffrate": DiffRate(at=(2, 4), budget=0.7),
 }
 TUNED = {**LEARNERS, "evit": EViT(at=(2, 4)), "topk": TopK(at=2), "tome": ToMe(r=4), "random": Random(at=2)}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tntprune.data.augment import AUTHORS, LIGHT, Augmentation
 from tntprune.errors import UsageError
-from tntprune.methods import TNT, AViT, Config, DynamicViT, EViT, Random
+from tntprune.methods import DTEM, TNT, AViT, Config, DiffRate, DynamicViT, EViT, Random
 from tntprune.training.config import Training
 
 
@@ -78,6 +78,8 @@ def short(config: Config) -> Recipe:
         return Recipe(config, Training(epochs=3, backbone_lr=2e-5))
     if isinstance(config, AViT):
         return Recipe(config.changed(gate_center=10.0), Training(epochs=3, backbone_lr=2e-5))
+    if isinstance(config, DTEM) or (isinstance(config, DiffRate) and config.budget is not None):
+        return Recipe(config, Training())
     raise _nothing(config, "short")
 
 
@@ -114,6 +116,9 @@ def changed(recipe: Recipe, options: dict[str, Any]) -> Recipe:
 
 
 def _nothing(config: Config, kind: str) -> UsageError:
+    if isinstance(config, DTEM | DiffRate):
+        budget = ", and a budget" if isinstance(config, DiffRate) and config.budget is None else ""
+        return UsageError(f"{config.method} has no {kind} recipe: expected --preset short, or none{budget}")
     return UsageError(
         f"{config.method} has no {kind} recipe: nothing of it is trained on a pretrained model; expected tnt, "
         "dynamicvit, evit or avit, or options of the training without a recipe"
