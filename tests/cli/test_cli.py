@@ -212,7 +212,7 @@ def test_info_names_the_block_that_is_not_supported(call):
 # Every method
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("tnt", "dynamicvit")])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("tnt", "dynamicvit", "dtem")])
 def test_every_method_that_needs_no_training_is_evaluated_and_shown(call, digits, tmp_path, name):
     method = ["--method", name, "--at", 2, "--keep", 0.5]
     code, out, err = call("eval", "digits_vit", "--data", digits, *method, "--json")

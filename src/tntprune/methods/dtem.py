@@ -17,7 +17,7 @@ from torch import nn
 from tntprune.errors import UsageError
 from tntprune.methods.base import Layout
 from tntprune.methods.checks import check, check_whole, check_words, is_number
-from tntprune.methods.config import option
+from tntprune.methods.config import Config, option
 from tntprune.methods.layers import Affine
 from tntprune.methods.steps import Plan, Step
 from tntprune.methods.tome import TokenMerging, ToMe, passes
@@ -161,7 +161,7 @@ class DecoupledMerging(TokenMerging):
         return own + (step.entering - step.leaving) * layout.embed_dim
 
     @classmethod
-    def obstacle(cls, layout: Layout, config: ToMe | None = None) -> str | None:
+    def obstacle(cls, layout: Layout, config: Config | None = None) -> str | None:
         if not layout.opens:
             return "it learns by letting the sizes of tokens count in attention, to which its blocks give no access"
         return None
