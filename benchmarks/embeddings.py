@@ -142,13 +142,13 @@ def main(data: Path, out: Path, page: Path = Path("docs/results/embeddings.md"),
 PAGE = f"""# Embeddings
 
 What does a search for similar photos lose? `{MODEL}` without its classifier ({{gmacs:.3f}} GMACs, 192 dimensions, fp32), on the
-{{photos:,}} photos of `imagenet-val-1300`. TNT's scorers learned from 1,000 other photos, without labels
-({TRAINING[-1]} epochs). Each method acts at several locations, as in [the comparison](comparison.md), at a rate fitted to the MACs.
+{{photos:,}} photos of `imagenet-val-1300`. TNT was trained on 1,000 other photos
+({TRAINING[-1]} epochs). Methods act at several locations, as in [the comparison](comparison.md), at rates fitted to the MACs.
 
 - **Cosine**: mean similarity to the unpruned model's embedding.
 - **Recall@k**: share of the unpruned model's k nearest photos that are among the reduced model's k nearest.
-- **kNN**: share of photos whose class wins the vote of the {VOTERS} nearest others (weight exp(cosine / {TEMPERATURE})), among the {{counted}} photos
-  whose class has another photo. Unpruned: {{knn:.1f}} %. Classes have few photos here, so compare rows only.
+- **kNN**: photos whose class wins the vote of the {VOTERS} nearest others (weight exp(cosine / {TEMPERATURE})), among the {{counted}} photos
+  that are not the only ones of their class. Unpruned: {{knn:.1f}} %. Classes have few photos, so compare rows only.
 
 Written by `python benchmarks/embeddings.py --data ../shared/data --out runs/embeddings` on {{stamp}}.
 

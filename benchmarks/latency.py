@@ -119,7 +119,7 @@ def _slower(counts: dict[int, int]) -> str:
 
 PAGE = """# Latency: predicted and measured
 
-`tntprune search --latency` predicts times from a table of times per block. Measured with `tntprune bench`: `{model}` with random weights,
+`tntprune search --latency` predicts times from a table of times per block. `tntprune bench` measured them: `{model}` with random weights,
 {dtype}, eager, {rounds} rounds. Measuring one table took at most {longest:.0f} s. Predictions within {wanted} %: {near}.
 
 Written by `python benchmarks/latency.py --seconds {seconds:g}` on {stamp}.
@@ -128,9 +128,9 @@ Written by `python benchmarks/latency.py --seconds {seconds:g}` on {stamp}.
 |---:|---|---:|---:|---:|---:|---:|
 {rows}
 
-An error of "unpruned" means that the machine changed its speed between table and benchmark: compare the speed-ups then.
+An error of "unpruned" means that the machine changed its speed in between: compare the speed-ups then.
 
-**Slow token counts.** Some numbers of patch tokens make a block at least 3 % slower than a larger number. {slower}
+**Token counts at least 3 % slower than a larger one.** {slower}
 
 {notes}
 """

@@ -144,14 +144,14 @@ coloured shape among {CLUTTER} grey ones. `tntprune pretrain` trains timm's `{MO
 |---:|---:|---:|
 {epochs}
 
-TNT was then trained on it ({second["steps"]} steps, {second["seconds"]:.0f} s). Tokens are dropped after block {AT} of 6:
+Then TNT was trained on it ({second["steps"]} steps, {second["seconds"]:.0f} s), tokens dropped after block {AT} of 6:
 
 | keep | patch tokens | MMACs | TNT | random drop |
 |---:|---:|---:|---:|---:|
 | 1 | {whole.tokens[0]} | {whole.macs / 1e6:.1f} | {whole.top1:.1f} | {whole.top1:.1f} |
 {table}
 
-Block, epochs and rates were chosen on these photos: this is no comparison of methods.
+No comparison of methods: block, epochs and rates were chosen on these photos.
 
 `vit16`, the paper's backbone, ran only {third["steps"]} steps of {BATCH} photos at 64 x 64 pixels in {PARTS} micro-batches, with every
 augmentation: {third["seconds"]:.0f} s, losses from {vit16[0]["loss"]:.2f} to {vit16[-1]["loss"]:.2f}.

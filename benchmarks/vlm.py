@@ -351,14 +351,14 @@ The unpruned model answers "three" for {rows["full"]["three"]:.0f} % of the pict
 {mean(row["ToMe"], "three"):.0f} % with ToMe and {mean(row["random"], "three"):.0f} % with random drop. The model seems to count by the share of visual tokens that show digits;
 methods that drop the clutter raise that share.
 
-Means over {seeds} seeds of TNT and 3 of random drop (least to most). TNT, random drop and Top-K act at block {AT} of {DEPTH}, ToMe at blocks 1 to
-{DEPTH - 2}. TNT was calibrated on 640 other pictures without answers ({rows["calibration"]["steps"]} steps, {rows["calibration"]["seconds"]} s).
+Means over {seeds} seeds of TNT and 3 of random drop (least to most). ToMe acts at blocks 1 to {DEPTH - 2}, the others at block {AT} of {DEPTH}. TNT was
+calibrated on 640 other pictures without answers ({rows["calibration"]["steps"]} steps, {rows["calibration"]["seconds"]} s).
 
 A prompt at {least} %, with all tokens in brackets: {part["tower"] / 1e6:.1f} ({whole["tower"] / 1e6:.1f}) MMACs in the tower, {part["prefill"] / 1e6:.1f} ({whole["prefill"] / 1e6:.1f}) in the
 language model, {part["cache"] / 1024:.0f} ({whole["cache"] / 1024:.0f}) KiB of cache.
 
-**Limits.** The model was also trained to tell which digit is left or right of another one, and has not learned it:
-{rows["mixed"]["left"]:.0f} and {rows["mixed"]["right"]:.0f} % right, unpruned. One small model and one question do not compare methods.
+**Limits.** The model has not learned to tell which digit is left or right of another one:
+{rows["mixed"]["left"]:.0f} and {rows["mixed"]["right"]:.0f} % right, unpruned. One model and one question do not compare methods.
 
 Measured on {stamp()}, beside other work.
 """
