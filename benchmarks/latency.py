@@ -78,7 +78,7 @@ def main(
             rows = {row.options: row for row in found.results if row.method == configs[0].method}
             base = next(row for row in found.results if row.method == "unpruned")
             if not number:
-                slow.append(f"Batch {batch}: {_slower(curve.slower())}")
+                slow.append(f"| {batch} | {_slower(curve.slower())} |")
             for name, seconds_, row in [("unpruned", curve.unpruned, base)] + [
                 (described(config), told, rows[described(config)])
                 for config, told in zip(configs, predicted, strict=True)
@@ -96,7 +96,7 @@ def main(
     text = PAGE.format(
         model=MODEL, rows="\n".join(lines), stamp=stamp(), dtype=dtype, rounds=rounds,
         seconds=seconds, longest=max(took),
-        slower="\n\n".join(slow), notes="\n\n".join(notes), wanted=WANTED,
+        slower="\n".join(slow), notes="\n\n".join(notes), wanted=WANTED,
         near=f"{sum(times)} of {len(times)} times and {sum(ratios)} of {len(ratios)} speed-ups",
     )  # fmt: skip
     write(page, (text.rstrip() + "\n").encode())
@@ -114,7 +114,7 @@ def _slower(counts: dict[int, int]) -> str:
     told = [
         f"{first}-{last} than {larger}" if first < last else f"{first} than {larger}" for first, last, larger in spans
     ]
-    return f"{', '.join(told)}." if told else "none."
+    return ", ".join(told) or "none"
 
 
 PAGE = """# Latency: predicted and measured
@@ -130,7 +130,9 @@ Written by `python benchmarks/latency.py --seconds {seconds:g}` on {stamp}.
 
 An error of "unpruned" means that the machine changed its speed in between: compare the speed-ups then.
 
-**Token counts at least 3 % slower than a larger one.** {slower}
+| batch | patch tokens that take at least 3 % longer than a larger number |
+|---:|---|
+{slower}
 
 {notes}
 """
