@@ -73,7 +73,7 @@ def main(rounds: int = 7, batch: int = 1, page: Path = Path("docs/results/large-
 
 PAGE = """# Large grids
 
-Time and memory for thousands of patches. Random weights, fp32, batch size {batch}. Half of the patches go after block 3; "in every block" merges 7 % in each.
+Random weights, fp32, batch size {batch}. Half of the patches go after block 3; "in every block" merges 7 % in each.
 
 - **Own**: the method's share of the MACs.
 - **Speed-up**: median of {rounds} paired ratios to the unpruned model.

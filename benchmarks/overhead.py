@@ -143,11 +143,10 @@ def main(batch: int = 8, rounds: int = 25, page: Path = Path("docs/results/overh
 
 PAGE = """# Cost of each method
 
-How much time does a method itself take?
 `{model}` with random weights, batch size {batch}, half of the patch tokens kept at block 3.
 
-- **Own time**: scores, selection, merging and attention maps, as a share of the pass. Median of {rounds}.
-- **Against slicing**: extra time over a model that cuts off as many tokens without choosing. Median of {rounds} paired ratios.
+- **Own time**: scores, selection, merging and attention maps as a share of the pass, median of {rounds}.
+- **Against slicing**: extra time over a model that cuts off as many tokens without choosing, median of {rounds} paired ratios.
   Optimistic for ATS, which is compared with the most tokens that it can keep.
 
 Written by `python benchmarks/overhead.py` on {stamp}.

@@ -180,8 +180,7 @@ def page(found: dict[str, Done], judged: list[Done], checks: dict[str, bool], st
     return f"""# A thousand classes in two processes
 
 `python benchmarks/scale.py --out runs/scale` trains TNT on small JPEGs of {CLASSES:,} classes: `{MODEL}` ({SIDE} x {SIDE} pixels)
-with the authors' full recipe, {EPOCHS} epochs,
-{BATCH} photos per step, {PARTS} micro-batches.
+with the authors' full recipe, {EPOCHS} epochs, {BATCH} photos per step, {PARTS} micro-batches.
 
 ```
 torchrun --nproc-per-node 2 -m tntprune train {MODEL} --data DIR --out RUN \\
