@@ -60,8 +60,10 @@ def attach(model: Model, config: Config, *more: Config, output: str | None = Non
     if more:
         config = Combination(parts=given)
     kind = implementation(type(config))
+    if any(implementation(type(part)).needs_costs for part in given):
+        layout = layout._replace(costs=backbone.costs(model).blocks)
     with torch.inference_mode(False):  # or its parameters could never be trained
-        method = kind(config, layout._replace(costs=backbone.costs(model).blocks)).train(tower.training)
+        method = kind(config, layout).train(tower.training)
         method.output = output
         _check_read(model, backbone, method)
         method.settle()

@@ -65,6 +65,7 @@ class Method(nn.Module):
 
     looks: ClassVar[Literal["", "heads", "map"]] = ""  # what it must see of a block's attention where it acts
     needs_cls: ClassVar[bool] = False
+    needs_costs: ClassVar[bool] = False  # whether it wants `Layout.costs`
     trains = False  # whether it has parameters to learn
     proportional = False  # whether merged tokens count in attention by their size
     ce: float = 1.0  # weights of the losses in training: cross-entropy to the labels,

@@ -155,6 +155,7 @@ class CompressionRates(Method):
 
     looks = "heads"
     needs_cls = True
+    needs_costs = True
     proportional = True
     config: DiffRate
 
@@ -186,7 +187,7 @@ class CompressionRates(Method):
         Raises:
             UsageError: no numbers meet the budget.
         """
-        assert config.budget is not None
+        assert config.budget is not None and len(self.layout.costs) == self.layout.depth
         blocks, patches = config.blocks(self.layout.depth), self.layout.patches
         most = config.budget * self.cost((), ())
         low, high = -float(patches), float(patches)
@@ -209,24 +210,15 @@ class CompressionRates(Method):
 
     def cost(self, blocks: Sequence[int], left: Sequence[tuple[int, int]]) -> float:
         """Return the multiply-accumulates of all blocks, where so many tokens are left by pruning and by merging."""
-        by_block, count, total, prefix = (
-            dict(zip(blocks, left, strict=True)),
-            self.layout.patches,
-            0,
-            self.layout.prefix,
-        )
-        for block, (attention, pair, mlp) in enumerate(self.block_costs(), 1):
+        by_block, count, prefix = dict(zip(blocks, left, strict=True)), self.layout.patches, self.layout.prefix
+        total = 0
+        for block, (attention, pair, mlp) in enumerate(self.layout.costs, 1):
             total += (count + prefix) * attention + (count + prefix) ** 2 * pair
             if block in by_block and by_block[block][1] < count:
                 total += self.macs(Step(Place(block, True), count, *by_block[block]))
                 count = by_block[block][1]
             total += (count + prefix) * mlp
         return total
-
-    def block_costs(self) -> Sequence[tuple[int, int, int]]:
-        """Return what each block costs; without knowledge of the model, the paper's formula."""
-        width, inner = self.layout.embed_dim, self.layout.attn_dim
-        return self.layout.costs or [(4 * width * inner, 2 * inner, 8 * width**2)] * self.layout.depth
 
     def expected(self) -> torch.Tensor:
         """Return the expected number of tokens that pruning and merging leave at each location, (locations, 2)."""
@@ -239,8 +231,7 @@ class CompressionRates(Method):
         if self.trains and (self.training or self.config.must_train or not value):
             config = replace(self.config, prune=None, merge=None)
             if value:
-                kept = [(one, other) for one, other in self.expected().tolist()]
-                config = self.with_counts(kept, config)
+                config = self.with_counts(self.expected().tolist(), config)
             self.config = config
             self._steps = self.scheduled(self.layout.patches)
             self.settle()
@@ -298,14 +289,8 @@ class CompressionRates(Method):
         if step.leaving < step.ranked:
             mask = mask * stays(rates[1], step.leaving, step.ranked)
             end = tokens.prefix + step.ranked
-            part = replace(
-                tokens,
-                x=tokens.x[:, :end],
-                index=tokens.index[:, : step.ranked],
-                size=size[:, : step.ranked],
-                carrier=None,
-            )
-            part = merge_last(part, step.leaving)
+            first = {"x": tokens.x[:, :end], "index": tokens.index[:, : step.ranked], "size": size[:, : step.ranked]}
+            part = merge_last(replace(tokens, **first, carrier=None), step.leaving)
             assert part.size is not None
             tokens = replace(tokens, x=torch.cat([part.x, tokens.x[:, part.x.shape[1] :]], 1))
             size = torch.cat([part.size, size[:, step.leaving :]], 1)
@@ -321,7 +306,7 @@ class CompressionRates(Method):
         left = dict(zip(self.locations, whole.amin(1), strict=True))
         count, prefix = torch.full((), float(self.layout.patches), device=whole.device), self.layout.prefix
         total, base = torch.zeros_like(count), self.cost((), ())
-        for block, (attention, pair, mlp) in enumerate(self.block_costs(), 1):
+        for block, (attention, pair, mlp) in enumerate(self.layout.costs, 1):
             total = total + (count + prefix) * (attention / base) + (count + prefix) ** 2 * (pair / base)
             count = torch.minimum(count, left.get(block, count))
             total = total + (count + prefix) * (mlp / base)
