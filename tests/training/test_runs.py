@@ -19,7 +19,7 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 from conftest import photos_for
-from tntprune import DynamicViT, EViT
+from tntprune import DTEM, DiffRate, DynamicViT, EViT
 from tntprune.backbones.attach import reduction_of
 from tntprune.data.batches import WHOLE, TensorSource
 from tntprune.errors import UsageError, UserError
@@ -201,10 +201,13 @@ def test_interrupted_and_resumed_is_uninterrupted(tmp_path, straight, step, numb
         ({"scorer": "mlp", "hidden": 5}, {"weight_decay": 0.1}),
         ({"objective": "ce"}, {"amp": "bf16"}),
         ({"noise_blocks": (0, 1, 2, 3, 4)}, {"batch_size": 5}),
+        (DTEM(at=(2, 3), r=4), {}),
+        (DiffRate(budget=0.7), {"lr": 0.3}),  # its numbers are learned
     ],
 )
 def test_whatever_is_trained_resumes(tmp_path, config, training):
-    options = {"config": replace(CONFIG, **config), "training": replace(TRAINING, **training)}
+    config = replace(CONFIG, **config) if isinstance(config, dict) else config
+    options = {"config": config, "training": replace(TRAINING, **training)}
     run(tmp_path / "straight", **options)
     source = tensors(options["training"])
     for step in (2, 7):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tntprune import ATS, TNT, AViT, DynamicViT, EViT, Random, UsageError
+from tntprune import ATS, DTEM, TNT, AViT, DiffRate, DynamicViT, EViT, Random, UsageError
 from tntprune.data.augment import AUTHORS, LIGHT
 from tntprune.training.config import MAX_MICRO_BATCHES, MAX_SEED, STEPS, TOGETHER, Training
 from tntprune.training.recipes import Recipe, changed, published, scratch, short
@@ -119,6 +119,17 @@ def test_options_of_the_images_are_changed_too():
     assert (recipe.augmentation.mixup, recipe.augmentation.repeats, recipe.training.epochs) == (0.5, 3, 2)
     with pytest.raises(UsageError, match="repeats=0"):
         changed(recipe, {"repeats": 0})
+
+
+def test_methods_that_learn_with_the_defaults_have_a_short_recipe():
+    for config in (DTEM(), DiffRate(budget=0.6)):
+        assert short(config) == Recipe(config, Training())
+        with pytest.raises(UsageError, match=f"{config.method} has no published recipe: expected --preset short"):
+            published(config)
+    with pytest.raises(
+        UsageError, match="diffrate has no short recipe: expected .*, and a budget"
+    ):
+        short(DiffRate(keep=0.9))
 
 
 @pytest.mark.parametrize("make", [published, short])
