@@ -126,9 +126,7 @@ def test_methods_that_learn_with_the_defaults_have_a_short_recipe():
         assert short(config) == Recipe(config, Training())
         with pytest.raises(UsageError, match=f"{config.method} has no published recipe: expected --preset short"):
             published(config)
-    with pytest.raises(
-        UsageError, match="diffrate has no short recipe: expected .*, and a budget"
-    ):
+    with pytest.raises(UsageError, match=r"diffrate has no short recipe: expected .*, and a budget"):
         short(DiffRate(keep=0.9))
 
 
