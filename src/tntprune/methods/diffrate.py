@@ -289,8 +289,8 @@ class CompressionRates(Method):
         if step.leaving < step.ranked:
             mask = mask * stays(rates[1], step.leaving, step.ranked)
             end = tokens.prefix + step.ranked
-            first = {"x": tokens.x[:, :end], "index": tokens.index[:, : step.ranked], "size": size[:, : step.ranked]}
-            part = merge_last(replace(tokens, **first, carrier=None), step.leaving)
+            x, index, own = tokens.x[:, :end], tokens.index[:, : step.ranked], size[:, : step.ranked]
+            part = merge_last(replace(tokens, x=x, index=index, size=own, carrier=None), step.leaving)
             assert part.size is not None
             tokens = replace(tokens, x=torch.cat([part.x, tokens.x[:, part.x.shape[1] :]], 1))
             size = torch.cat([part.size, size[:, step.leaving :]], 1)
