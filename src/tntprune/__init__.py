@@ -21,7 +21,9 @@ if TYPE_CHECKING:
         DynamicViT,
         EViT,
         EvoViT,
+        PiToMe,
         Random,
+        ToFu,
         ToMe,
         TopK,
         ZeroTPrune,
@@ -38,15 +40,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "ATS", "TNT", "AViT", "Config", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "Random", "ScoringMethod",
-    "ToMe", "Tokens", "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_", "embed", "evaluate", "export",
-    "features", "find_plan", "load_", "macs", "option", "push", "record", "reduce_", "register_method", "restore_",
-    "save", "vit16",
+    "ATS", "TNT", "AViT", "Config", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "PiToMe", "Random",
+    "ScoringMethod", "ToFu", "ToMe", "Tokens", "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_", "embed",
+    "evaluate", "export", "features", "find_plan", "load_", "macs", "option", "push", "record", "reduce_",
+    "register_method", "restore_", "save", "vit16",
 ]  # fmt: skip
 
 _HOMES = {
     **dict.fromkeys(
-        ("ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune",
+        ("ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "PiToMe", "Random", "ToFu", "ToMe", "TopK", "ZeroTPrune",
          "register_method"), "methods"
     ), "Config": "methods.config", "option": "methods.config", "Layout": "methods.base", "Method": "methods.base",
     "ScoringMethod": "methods.base",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -9,15 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 
 import tntprune
 from conftest import SMALL, make, photos_for
-from tntprune import ToMe, UsageError, UserError, macs, record, reduce_
+from tntprune import ToMe, UsageError, UserError, load_, macs, record, reduce_, save
 from tntprune.backbones.attach import reduction_of
-from tntprune.methods import Combination, Random, implementation
+from tntprune.methods import Combination, Random, from_dict, implementation, to_dict
 from tntprune.methods.steps import Place, Step, Turn
 from tntprune.ops.tokens import merge, start
+from tntprune.system.storage import read_metadata
 
 
 class Token:
@@ -205,13 +209,69 @@ def test_more_than_there_is_merges_half_each_time_down_to_one_token(kind):
     assert trace.kept[6].shape == (3, 1)
 
 
+def published_schedule(r, of):
+    """From 2r to 0 in even steps, each value cut to a whole number: the authors' (r, -1)."""
+    fall = 2 * r / (of - 1)
+    return [int(2 * r - fall * number) for number in range(of)]
+
+
+def test_a_falling_r_is_the_published_schedule():
+    found = [ToMe(r=13, decreasing=True).merged(number, 12) for number in range(12)]
+    assert found == [26, 23, 21, 18, 16, 14, 11, 9, 7, 4, 2, 0] and sum(found) == 151
+    model = reduce_(make("plain"), ToMe(r=4, decreasing=True))  # 8, 6.4, 4.8, 3.2, 1.6, 0
+    assert [s.entering - s.leaving for s in reduction_of(model).steps(64)] == [8, 6, 4, 3, 1]
+
+
 @given(r=st.integers(0, 60), of=st.integers(2, 40))
-def test_a_falling_r_merges_as_many_in_all(r, of):
+def test_a_falling_r_never_merges_more_than_the_same_r_everywhere(r, of):
     config = ToMe(r=r, decreasing=True)
     found = [config.merged(number, of) for number in range(of)]
-    assert sum(found) == r * of
-    assert found[0] == 2 * r and found[-1] == 0
-    assert all(0 <= early - late <= math.ceil(2 * r / (of - 1)) for early, late in zip(found, found[1:]))
+    assert found == published_schedule(r, of)
+    assert r * of - of < sum(found) <= r * of
+    assert found[0] == 2 * r and found[-1] == 0 and found == sorted(found, reverse=True)
+
+
+OLD = {  # what version 0.1 saved, which rounded to the nearest
+    "version": 1, "method": "tome", "at": None, "keep": None, "tokens": None, "r": [13], "decreasing": True,
+    "inside": True, "metric": "mean", "proportional": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "depth", "r"),
+    [
+        ({}, 12, (26, 24, 21, 19, 17, 14, 12, 9, 7, 5, 2, 0)),  # 156 in all
+        ({"inside": False}, 13, (26, 24, 21, 19, 17, 14, 12, 9, 7, 5, 2, 0)),  # not after the last
+        ({"at": [2, 4, 6, 7], "r": None}, None, (16, 11, 5, 0)),
+        ({"at": [3]}, 12, (13,)),
+        ({"decreasing": False}, 12, (13,)),
+    ],
+)
+def test_an_older_file_merges_as_many_as_when_it_was_saved(changes, depth, r):
+    data = OLD | changes
+    config = from_dict(data, depth)
+    assert (config.r, config.decreasing) == (r, False)
+    assert from_dict({"version": 1, "method": "combination", "parts": [data, data]}, depth).parts == (config, config)
+
+
+def test_an_older_saved_reduction_gives_what_it_gave(tmp_path):
+    model = make("plain")
+    save(reduce_(model, ToMe(r=4, decreasing=True)), tmp_path)
+    path = tmp_path / "reducer.safetensors"
+    about = read_metadata(path)
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    about["config"] = json.dumps(OLD | {"r": [4]})
+    save_file(tensors, path, metadata=about)
+    steps = reduction_of(load_(make("plain"), tmp_path)).steps(64)
+    assert [step.entering - step.leaving for step in steps] == [8, 6, 5, 3, 2]
+    with pytest.raises(UserError, match="depth 6, given one of 12"):
+        load_(VisionTransformer(**{**SMALL, "depth": 12}), tmp_path)
+
+
+def test_a_newer_file_falls_as_published():
+    config = ToMe(r=13, decreasing=True)
+    assert from_dict(json.loads(json.dumps(to_dict(config))), 12) == config
 
 
 def test_each_location_on_its_own_merges_what_it_does_among_the_others():
