@@ -18,7 +18,9 @@ from tntprune import (
     DynamicViT,
     EViT,
     EvoViT,
+    PiToMe,
     Random,
+    ToFu,
     ToMe,
     TopK,
     UsageError,
@@ -46,7 +48,7 @@ from tntprune.serialization.plan import write_plan
 
 METHODS = [
     TNT(), TNT(recipe="relative", similar=9), Random(), TopK(), EViT(), EViT(fuse=False), DynamicViT(), ToMe(),
-    ToMe(inside=False, r=3), ZeroTPrune(), ZeroTPrune(beyond=False), AViT(), EvoViT(),
+    ToMe(inside=False, r=3), PiToMe(), ToFu(), ZeroTPrune(), ZeroTPrune(beyond=False), AViT(), EvoViT(),
 ]  # fmt: skip
 
 
