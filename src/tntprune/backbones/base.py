@@ -34,11 +34,19 @@ REASONS = {  # why models of some classes cannot be reduced, and what would do
 
 
 class BlockCost(NamedTuple):
-    """Multiply-accumulates of one block: `attention` for each token, `pair` for each pair, `mlp` for each token."""
+    """Multiply-accumulates of one block.
+
+    Args:
+        attention: For each token, without the attention map.
+        pair: For each pair of tokens.
+        mlp: For each token.
+        key: The part of `attention` that a token costs as a key and a value alone: the norm before, two projections.
+    """
 
     attention: int
     pair: int
     mlp: int
+    key: int
 
 
 class Costs(NamedTuple):
@@ -150,6 +158,15 @@ class Backbone(ABC):
     def last_read(self, model: nn.Module) -> int:
         """Return the last block whose tokens are read by what follows."""
         return self.layout(model).depth
+
+    def last_block_obstacle(self, model: nn.Module) -> str | None:
+        """Return why the last block cannot run for the prefix tokens alone, in the model's forward; None if it can."""
+        return "its output holds the patch tokens"
+
+    def is_narrow(self, model: nn.Module) -> bool:
+        """Return whether the last block of a model runs for the prefix tokens alone, in the model's forward."""
+        reduction: Any = getattr(self.tower(model), "reduction", None)
+        return getattr(reduction, "last_block", "all") == "prefix" and self.last_block_obstacle(model) is None
 
     def classes(self, model: nn.Module) -> int:
         """Return how many classes the model tells apart; 0 where it gives an embedding instead."""

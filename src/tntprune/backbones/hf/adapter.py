@@ -91,7 +91,8 @@ class HuggingFace(Backbone):
         for block in self.anatomy.blocks(tower):
             parts = self.anatomy.parts(block)
             attention = linears(parts.query, parts.key, parts.value, parts.project)
-            blocks.append(BlockCost(attention + norm, 2 * shape.attn_dim, linears(parts.mlp) + norm))
+            key = linears(parts.key, parts.value) + norm
+            blocks.append(BlockCost(attention + norm, 2 * shape.attn_dim, linears(parts.mlp) + norm, key))
         embed = shape.patches * self.anatomy.patch(tower).weight.numel()
         return self.ends(model, Costs(embed, tuple(blocks), norm, 0, 0), shape)
 
