@@ -106,7 +106,7 @@ def _last_block(model: nn.Module, backbone: Backbone, method: Method, wanted: st
         raise UsageError(f"last_block={wanted!r}; expected 'all' or 'prefix'")
     reason = backbone.last_block_obstacle(model)
     if reason is None and not method.spares_prefix:
-        reason = f"{method.config.method} changes the prefix tokens behind it by what all tokens gave"
+        reason = f"what {method.config.method} does behind that block changes prefix tokens too"
     if reason:
         raise UsageError(f"last_block='prefix' of {type(model).__name__}: {reason}; expected 'all'")
     return "prefix"
