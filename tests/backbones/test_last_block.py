@@ -21,6 +21,7 @@ from tntprune.backbones.attach import base_of, reduction_of
 TAKEN = ("plain", "distilled", "registers", "layer_scale", "qk_norm", "pre_norm", "post_norm", "swiglu", "non_square",
          "dynamic", "patch_8x4", "dinov3", "test_vit")  # fmt: skip
 WHOLE = [kind for kind in BACKBONES if kind not in TAKEN]
+COUNTED = (Random(at=2, keep=0.5), ToMe(r=5), EViT(at=(2, 6), keep=0.7))  # with steps in the last block too
 METHODS = [name for name in CONFIGS if name != "avit"]
 
 
@@ -73,7 +74,7 @@ def test_unfused_attention_and_half_precision():
 @pytest.mark.parametrize("kind", WHOLE)
 def test_where_the_head_reads_patches_it_is_refused(kind):
     model = make(kind)
-    with pytest.raises(UsageError, match=r"last_block='prefix' of \w+: its head reads the patch tokens .*expected 'all"):
+    with pytest.raises(UsageError, match=r"last_block='prefix' of \w+: its head reads the patch tokens .*'all'"):
         reduce_(model, Random(at=2, keep=0.5), last_block="prefix")
     assert not hasattr(model, "reduction")
 
@@ -83,6 +84,8 @@ def test_what_cannot_be_is_refused():
         reduce_(make("plain"), AViT(), last_block="prefix")
     with pytest.raises(UsageError, match="last_block='cls'; expected 'all' or 'prefix'"):
         reduce_(make("plain"), Random(at=2), last_block="cls")
+    with pytest.raises(UsageError, match="last_block='prefix': evit acts in the last block alone.*expected an earlier"):
+        reduce_(make("plain"), EViT(at=6), last_block="prefix")
 
 
 def test_whoever_asks_for_tokens_gets_all_of_them():
@@ -209,7 +212,7 @@ def test_it_is_taken_off_without_a_trace():
 
 
 @pytest.mark.parametrize("kind", first(TAKEN, ("registers", "dinov3", "post_norm")))
-@pytest.mark.parametrize("config", [Random(at=2, keep=0.5), ToMe(r=5), EViT(at=(2, 6), keep=0.7)], ids=lambda c: c.method)
+@pytest.mark.parametrize("config", COUNTED, ids=lambda config: config.method)
 def test_macs_are_those_that_are_counted(kind, config, monkeypatch):
     from fvcore.nn import FlopCountAnalysis
 

@@ -109,6 +109,12 @@ def _last_block(model: nn.Module, backbone: Backbone, method: Method, wanted: st
         reason = f"what {method.config.method} does behind that block changes prefix tokens too"
     if reason:
         raise UsageError(f"last_block='prefix' of {type(model).__name__}: {reason}; expected 'all'")
+    steps = method.steps(method.layout.patches)
+    if steps and steps[0].place.block >= method.layout.depth:
+        raise UsageError(
+            f"last_block='prefix': {method.config.method} acts in the last block alone, where no patch token is left to "
+            "be removed then; expected an earlier block, or last_block='all'"
+        )
     return "prefix"
 
 

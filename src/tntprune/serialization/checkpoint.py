@@ -248,7 +248,8 @@ def read(source: str | Path, model: nn.Module | None = None, revision: str | Non
     return SavedReduction(
         from_dict(config), tensors, backbone, parsed(about.get("model", "")) or {},
         path.parent / WEIGHTS if about.get("weights") else None, about.get("made_by", ""),
-        output=about.get("output", ""), last_block=about.get("last_block", "all"), calibrated=about.get("calibrated") != "no", path=path,
+        output=about.get("output", ""), last_block=about.get("last_block", "all"),
+        calibrated=about.get("calibrated") != "no", path=path,
     )  # fmt: skip
 
 

@@ -61,9 +61,7 @@ class PostNorm(OpenBlock):
 class OpenAttention:
     """An attention that a reduction can look at. Comes before a family's own class."""
 
-    def heads(
-        self, x: torch.Tensor, bias: torch.Tensor | None, queries: int | None = None, **context: Any
-    ) -> Heads:
+    def heads(self, x: torch.Tensor, bias: torch.Tensor | None, queries: int | None = None, **context: Any) -> Heads:
         """Return (B, n, D) and a bias to queries, keys and values, (B, heads, n, head_dim) each; see `heads_of`."""
         return heads_of(self, x, bias, queries)
 
