@@ -81,6 +81,27 @@ def test_what_a_schedule_costs_is_what_the_reduced_model_costs(method):
             assert found == macs(reduce_(make("plain"), config)).macs
 
 
+def test_a_plan_with_a_short_last_block(tmp_path):
+    model = make("plain")
+    method = ToMe(r=5)
+    space = Space(model, method, last_block="prefix")
+    assert space.blocks == tuple(range(1, 6)) and not space.free  # nothing is left to go in the last one
+    config = space.config((50, 40, 30, 20, 10))
+    assert space.macs(config) == macs(space.put(config)).macs < Space(model, method).macs(config)
+    assert space.base_macs == macs(model).macs
+    few = {"macs": 0.6, "moves": 0, "photos": 16, "progress": False}
+    found = find_plan(model, photos_for(model, 16), method=Random(), last_block="prefix", **few)
+    assert found.plan.last_block == "prefix" and found.chosen.cost == macs(reduce_(make("plain"), found.plan)).macs
+    write_plan(tmp_path / "plan.json", found.plan)
+    assert reduction_of(reduce_(model, tmp_path / "plan.json")).last_block == "prefix"
+    again = find_plan(model, photos_for(model, 16), **few)  # as the model's own reduction has it
+    assert again.plan.last_block == "prefix"
+    with pytest.raises(UsageError, match="with a budget of time, which is told from whole blocks; expected 'all'"):
+        find_plan(model, photos_for(model, 16), speedup=1.5, progress=False)
+    with pytest.raises(UserError, match="its head reads the patch tokens"):
+        Space(make("no_cls"), Random(), last_block="prefix")
+
+
 @pytest.mark.parametrize("method", [one for one in METHODS if one != ZeroTPrune()], ids=label)
 def test_as_many_tokens_are_left_as_were_asked_for(method):
     space = Space(make("plain"), method)

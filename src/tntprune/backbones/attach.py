@@ -112,8 +112,8 @@ def _last_block(model: nn.Module, backbone: Backbone, method: Method, wanted: st
     steps = method.steps(method.layout.patches)
     if steps and steps[0].place.block >= method.layout.depth:
         raise UsageError(
-            f"last_block='prefix': {method.config.method} acts in the last block alone, where no patch token is left to "
-            "be removed then; expected an earlier block, or last_block='all'"
+            f"last_block='prefix': {method.config.method} acts in the last block alone, which computes no patch token "
+            "then; expected an earlier block, or last_block='all'"
         )
     return "prefix"
 

@@ -198,8 +198,14 @@ class Backbone(ABC):
         return model(images)  # type: ignore[no-any-return]
 
     @abstractmethod
-    def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
-        """Everything that training looks at, of a model that is reduced or not."""
+    def answer(self, model: nn.Module, images: torch.Tensor, narrow: bool = False) -> Answer:
+        """Everything that training looks at, of a model that is reduced or not.
+
+        Args:
+            model: Of this family.
+            images: (B, C, H, W).
+            narrow: Whether nobody looks at patch tokens, so that the last block need not compute them.
+        """
 
     @abstractmethod
     def judge(self, model: nn.Module, tokens: Tokens) -> Answer:

@@ -252,10 +252,10 @@ class Reduced:
         """
         if self.reduction.last_block == "all" or self.training or self.reduction.training:  # type: ignore[attr-defined]
             return False
-        return not any(map(is_hooked, (*self.blocks[-1].modules(), *self.last_norms())))
+        return not any(map(is_hooked, (*self.blocks[-1].modules(), *self.behind())))
 
-    def last_norms(self: Any) -> tuple[nn.Module, ...]:
-        """Return the modules that all tokens pass behind the last block."""
+    def behind(self: Any) -> tuple[nn.Module, ...]:
+        """Return the modules behind the last block that give or take all its tokens."""
         return (self.norm,)
 
     def run_for_prefix(self, tokens: Tokens, places: Any, apart: bool = True) -> Tokens:

@@ -129,9 +129,9 @@ class Timm(Backbone):
             head=head,
         )
 
-    def answer(self, model: Any, images: torch.Tensor) -> Answer:
+    def answer(self, model: Any, images: torch.Tensor, narrow: bool = False) -> Answer:
         if isinstance(model, ReducedTimm):
-            return self.judge(model, model.walk(images))
+            return self.judge(model, model.walk(images, narrow=narrow and reads_prefix(model)))
         tokens = start(model.forward_features(images), model.num_prefix_tokens)
         return self._answer(model, tokens, model.forward_head(tokens.x))
 
