@@ -321,3 +321,30 @@ def test_other_models_of_transformers_are_refused():
     for kind in ("vit", "ijepa_classifier", "dinov2_classifier", "clip_projection"):
         with pytest.raises(UsageError, match=r"last_block='prefix' of \w+: its (output holds|head reads) the patch"):
             reduce_(models.make(kind), Random(at=2, keep=0.5), last_block="prefix")
+
+
+@pytest.mark.parametrize("kind", ["plain", "vit_classifier"])
+def test_lora_and_offloading(kind):
+    peft, accelerate = pytest.importorskip("peft"), pytest.importorskip("accelerate")
+    models = pytest.importorskip("hf_models")
+
+    def build(last_block):
+        model = make(kind) if kind == "plain" else models.make(kind)
+        return reduce_(model, TNT(at=2), last_block=last_block)
+
+    def answer(model):
+        with torch.inference_mode():
+            out = model(images)
+        return getattr(out, "logits", out)
+
+    images = photos_for(make("plain")) if kind == "plain" else models.photos_for(kind)
+    plain = answer(build("all"))
+    offloaded = accelerate.cpu_offload(build("prefix"), execution_device="cpu")
+    torch.testing.assert_close(answer(offloaded), plain, rtol=1e-5, atol=1e-6)
+    found = []
+    for which in ("all", "prefix"):
+        torch.manual_seed(0)
+        options = peft.LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False)
+        found.append(answer(peft.get_peft_model(build(which), options).eval()))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(found[0], plain, atol=1e-3)

@@ -214,7 +214,8 @@ def _in_force(reduction: Method) -> dict[str, Any]:
     """Return a reduction's options, and the patch tokens that are left where some go, by block."""
     steps = reduction.steps(reduction.layout.patches)
     left = {} if reduction.config.variable else {"left": {f"{step.place}": step.leaving for step in steps}}
-    return {name: value for name, value in to_dict(reduction.config).items() if value is not None} | left
+    last = {} if reduction.last_block == "all" else {"last_block": reduction.last_block}
+    return {name: value for name, value in to_dict(reduction.config).items() if value is not None} | left | last
 
 
 def _settle(folder: Path, path: Path) -> tuple[Path, ...]:
