@@ -330,7 +330,7 @@ def test_lora_and_offloading(kind):
 
     def build(last_block):
         model = make(kind) if kind == "plain" else models.make(kind)
-        return reduce_(model, TNT(at=2), last_block=last_block)
+        return reduce_(model, ToMe(r=5), last_block=last_block)
 
     def answer(model):
         with torch.inference_mode():
