@@ -189,6 +189,18 @@ def test_a_pooling_that_was_changed_afterwards_counts():
     assert tntprune.macs(short) == tntprune.macs(whole)
 
 
+@pytest.mark.parametrize("method", ["forward_head", "pool"])
+def test_a_head_that_was_replaced_afterwards_gets_all_tokens(method):
+    short = reduce_(make("plain"), Random(at=2, keep=0.5), last_block="prefix")
+    images, seen = photos_for(short), []
+    plain = getattr(short, method)
+    setattr(short, method, lambda x, *args: seen.append(x.shape[1]) or plain(x, *args))
+    run(short, images)
+    assert seen == [33] and tntprune.macs(short).last_block == "all"
+    delattr(short, method)
+    assert rows(short, images) == [1]
+
+
 def test_in_training_mode_it_is_whole_and_gradients_are_the_same():
     whole, short, images = both("plain", Random(at=2, keep=0.5))
     grads = []

@@ -82,7 +82,12 @@ class Timm(Backbone):
 
     def last_block_obstacle(self, model: Any) -> str | None:
         if not reads_prefix(model):
-            return f"its head reads the patch tokens (global_pool={model.global_pool!r})"
+            own = (
+                "forward_head or pool was replaced"
+                if model.global_pool == "token"
+                else f"global_pool={model.global_pool!r}"
+            )
+            return f"its head reads the patch tokens ({own})"
         return None if self.layout(model).opens else "its blocks cannot be opened"
 
     def classes(self, model: nn.Module) -> int:
@@ -146,7 +151,9 @@ class Timm(Backbone):
 
 
 def reads_prefix(model: Any) -> bool:
-    """Return whether the head reads nothing but prefix tokens."""
+    """Return whether the head reads nothing but prefix tokens: it is timm's own, and takes the CLS token."""
+    if "forward_head" in model.__dict__ or "pool" in model.__dict__:  # somebody's own
+        return False
     return model.global_pool == "token" and model.cls_token is not None and getattr(model, "attn_pool", None) is None
 
 
