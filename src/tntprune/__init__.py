@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "ATC", "ATS", "MCTF", "TNT", "AViT", "Config", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "Random", "ScoringMethod",
+    "ATC", "ATS", "MCTF", "TNT", "AViT", "Config", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "Random",
+    "ScoringMethod",
     "ToMe", "Tokens", "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_", "embed", "evaluate", "export",
     "features", "find_plan", "load_", "macs", "option", "push", "record", "reduce_", "register_method", "restore_",
     "save", "vit16",

@@ -37,7 +37,8 @@ class Segmenter(nn.Module):
 def built(kind, name):
     if kind.startswith("hf "):
         return stirred(hf_models.make(kind[3:]), CONFIGS[name]).eval(), hf_models.photos_for(kind[3:])
-    with patch.dict(conftest.SMALL, depth={"tome": 2, "mctf": 2, "tnt-merging": 3}.get(name, 6)):  # the time grows with it
+    depth = {"tome": 2, "mctf": 2, "tnt-merging": 3}.get(name, 6)  # the time grows with it
+    with patch.dict(conftest.SMALL, depth=depth):
         model = stirred(make(kind.removeprefix("inside ")), CONFIGS[name])
     images = photos_for(model)
     return (Segmenter(model).eval() if kind.startswith("inside ") else model), images

@@ -189,7 +189,9 @@ def test_moves_change_little_and_keep_the_budget(large):
     assert len(seen) > 20
 
 
-@pytest.mark.parametrize("method", [ToMe(), Random(), EViT(), ZeroTPrune(), TNT(), AViT(), EvoViT(), MCTF(), ATC()], ids=label)
+@pytest.mark.parametrize(
+    "method", [ToMe(), Random(), EViT(), ZeroTPrune(), TNT(), AViT(), EvoViT(), MCTF(), ATC()], ids=label
+)
 def test_answers_are_those_of_the_whole_models(method):
     base = make("plain")
     images, labels = photos_for(base, 40), torch.arange(40) % 7

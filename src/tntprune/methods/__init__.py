@@ -21,7 +21,8 @@ from tntprune.methods.topk import TopK, TopKPruning
 from tntprune.methods.zerotprune import ZeroTokenPruning, ZeroTPrune
 
 __all__ = [
-    "ATC", "ATS", "MCTF", "METHODS", "RECIPES", "TNT", "AViT", "Combination", "Config", "DynamicViT", "EViT", "EvoViT", "Random",
+    "ATC", "ATS", "MCTF", "METHODS", "RECIPES", "TNT", "AViT", "Combination", "Config", "DynamicViT", "EViT", "EvoViT",
+    "Random",
     "ToMe", "TopK", "ZeroTPrune", "all_methods", "check_options", "choices", "find_method", "from_dict",
     "implementation", "obstacle_to", "options", "register_method", "to_dict",
 ]  # fmt: skip

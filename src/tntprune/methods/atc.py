@@ -108,9 +108,9 @@ def clusters(distance: torch.Tensor, mergers: int, linkage: Literal["complete", 
         (B, n), the position of the first token of each token's cluster.
     """
     batch, n = distance.shape[:2]
-    upper = distance.triu(1)
-    table = (upper + upper.transpose(1, 2)).masked_fill(torch.eye(n, dtype=torch.bool, device=distance.device), torch.inf)
     image, place = torch.arange(batch, device=distance.device), torch.arange(n, device=distance.device)
+    upper = distance.triu(1)
+    table = (upper + upper.transpose(1, 2)).masked_fill(place[:, None] == place, torch.inf)
     first = place.expand(batch, -1)
     size = torch.ones_like(distance[:, 0])  # (B, n)
     for _ in range(mergers):

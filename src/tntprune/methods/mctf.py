@@ -173,7 +173,7 @@ def received(heads: Heads) -> torch.Tensor:
 
 
 def match(x: torch.Tensor, pull: torch.Tensor, gone: int, odd: int, power: float) -> Fusion:
-    """Pair tokens of A with tokens of B, then tokens of B with those of A that are left, the strongest attraction first.
+    """Pair tokens of A with tokens of B, then tokens of B with what is left of A, the strongest attractions first.
 
     As published, half of the tokens that go, rounded down, go from A to B. The attractions stay those of the tokens
     that arrived; a token of B may go that has just taken one in.
@@ -231,7 +231,7 @@ def attraction(
 def strongest(
     first: torch.Tensor, second: torch.Tensor, own: torch.Tensor, other: torch.Tensor, power: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each first token's largest `attraction`, (B, a), and where in `second` it is, (B, a); in blocks of rows."""
+    """Return each first token's largest `attraction`, and where in `second` it is, (B, a) each; in blocks of rows."""
     found = [
         attraction(first[:, rows], second, own[:, rows], other, power).max(2)
         for rows in row_blocks(first.shape[1], second.shape[1])
