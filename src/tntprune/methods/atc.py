@@ -42,6 +42,7 @@ class ATC(ToMe):
     method = "atc"
     title = "ATC"
 
+    untimed = "tells little of its time: each token that goes takes a step of its own"
     everywhere = False
     usual = 0.7
 
