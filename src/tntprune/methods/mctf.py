@@ -120,22 +120,20 @@ class MultiCriteriaFusion(TokenMerging):
         assert heads is not None
         config, odd = self.config, tokens.prefix % 2
         attention = received(heads)[:, tokens.prefix :].clamp(min=RAREST)  # (B, n)
-        weight = attention  # of each patch that a token stands for
+        ones = torch.ones_like(attention)
+        size = ones if tokens.size is None else tokens.size
         compared = replace(tokens, x=self.compared(tokens, heads), prefix=0, carrier=None)
+        # Of each patch in a token: the attention that it receives, and what it counts for in means.
+        about = replace(compared, x=torch.stack([attention / size, attention], 2), size=size)
         while tokens.count > step.leaving:
+            assert about.size is not None
             gone = min(tokens.count - step.leaving, tokens.count // 2)
-            pull = -config.attention_power * attention.log()
-            if tokens.size is not None:
-                pull = pull - config.size_power * tokens.size.log()
+            attention, weight = about.x[:, :, 0] * about.size, about.x[:, :, 1]
+            pull = -config.attention_power * attention.log() - config.size_power * about.size.log()
             fusion = match(compared.x, pull, gone, odd, config.similarity_power)
-            fused = fold(tokens, *fusion, weight)
-            if fused.count > step.leaving:  # what follows is told by what the fused tokens are
-                compared = fold(compared, *fusion, weight)
-                size = torch.ones_like(weight) if tokens.size is None else tokens.size
-                attention, total = summed(tokens, torch.stack([attention, weight * size], 2), fusion).unbind(2)
-                assert fused.size is not None
-                weight = total / fused.size
-            tokens = fused
+            tokens = fold(tokens, *fusion, weight)
+            if tokens.count > step.leaving:  # what follows is told by what the fused tokens are
+                compared, about = fold(compared, *fusion, weight), fold(about, *fusion, ones)
         return tokens
 
     def macs(self, step: Step) -> int:
@@ -237,11 +235,3 @@ def strongest(
         for rows in row_blocks(first.shape[1], second.shape[1])
     ]
     return torch.cat([one.values for one in found], 1), torch.cat([one.indices for one in found], 1)
-
-
-def summed(tokens: Tokens, values: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    """Sum up what fused tokens had, (B, n, c) to (B, k, c)."""
-    ones = torch.ones_like(values[:, :, 0])
-    found = fold(replace(tokens, x=values, prefix=0, size=None, carrier=None), *fusion, ones)
-    assert found.size is not None
-    return found.x * found.size[:, :, None]
