@@ -107,8 +107,8 @@ class Trainer:
             self.groups(), opt="adamw", lr=self.rate, weight_decay=training.weight_decay
         )
         least, first = (self.rate / 100 if rate is None else rate for rate in (training.min_lr, training.warmup_lr))
-        self.schedule = CosineLRScheduler(
-            self.optimizer, t_initial=total, lr_min=least, warmup_t=round(training.warmup * total),
+        self.schedule = CosineLRScheduler(  # a single step has the first rate of two; timm warns of a schedule of one
+            self.optimizer, t_initial=max(2, total), lr_min=least, warmup_t=round(training.warmup * total),
             warmup_lr_init=first, t_in_epochs=False,
         )  # fmt: skip
 
