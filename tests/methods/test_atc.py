@@ -53,6 +53,9 @@ def naive(model, image, config):
                 features = {"x": own, "mean": key.mean(0), "concat": key.transpose(0, 1).flatten(1)}[config.metric]
                 found = groups(features, leaving[place], config.linkage)
                 merged = [sum(own[i] * len(patches[i]) for i in g) / sum(len(patches[i]) for i in g) for g in found]
+                if config.average == "mlerp":
+                    longest = [max(own[i].norm() for i in g) for g in found]
+                    merged = [m if len(g) == 1 else m * n / m.norm() for m, n, g in zip(merged, longest, found)]
                 x = torch.cat([x[0, :prefix], torch.stack(merged)])[None]
                 places = [places[g[0]] for g in found]
                 patches = [sorted(p for i in g for p in patches[i]) for g in found]
@@ -70,6 +73,7 @@ WHOLE = {
     "average": ATC(at=(2, 4), keep=0.7, linkage="average"),
     "single": ATC(at=(2, 4), r=(20, 3), linkage="single"),
     "after": ATC(at=(1, 4), r=9, inside=False, metric="concat"),
+    "norms": ATC(at=(2, 4), keep=0.6, average="mlerp"),
     "tokens": ATC(at=(2, 3), r=11, metric="x", proportional=False),
 }
 

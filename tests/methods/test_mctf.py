@@ -31,10 +31,12 @@ class Token:
         self.weight = attention * len(patches) if weight is None else weight  # in means
 
 
-def fused(members):
+def fused(members, average):
     """Several tokens become one, which has the place of the first."""
     weight = sum(m.weight for m in members)
     x, feature = (sum(getattr(m, name) * m.weight for m in members) / weight for name in ("x", "feature"))
+    if average == "mlerp" and len(members) > 1:
+        x = x * max(m.x.norm() for m in members) / x.norm()
     patches = sorted(patch for m in members for patch in m.patches)
     return Token(x, feature, sum(m.attention for m in members), members[0].place, patches, weight)
 
@@ -65,7 +67,8 @@ def once(tokens, gone, prefix, config):
     def end(token):
         return end(into[token]) if token in into else token
 
-    return [fused([t, *(o for o in tokens if o in into and end(o) is t)]) for t in left + group_b if t not in into]
+    groups = [[t, *(o for o in tokens if o in into and end(o) is t)] for t in left + group_b if t not in into]
+    return [fused(group, config.average) for group in groups]
 
 
 def down_to(tokens, leaving, prefix, config):
@@ -117,6 +120,7 @@ WHOLE = {
     "keys": MCTF(at=(2, 3), r=11, metric="mean", attention_power=0.5),
     "all keys": MCTF(at=(2, 3), r=10, metric="concat", size_power=0.4),
     "plain attention": MCTF(r=6, proportional=False),
+    "norms": MCTF(at=(2, 4), keep=0.4, average="mlerp"),
     "several passes": MCTF(at=(2, 4), keep=0.3, size_power=0.3, attention_power=0.2),
 }
 
@@ -172,9 +176,9 @@ def test_one_step_equals_the_loops(n, prefix, seed, data):
 def test_a_token_that_has_just_taken_one_in_may_go_on():
     """Published: A goes into B, and then B into what is left of A. All three end in one."""
     x = torch.tensor([[1.0, 0.0], [0.99, 0.1], [-1.0, 0.2], [-1.0, 1.0], [0.9, 0.3], [0.0, -1.0]])[None]
-    fusion = match(x, torch.zeros(1, 6), 2, 0, 1.0)  # A: 0, 2, 4; B: 1, 3, 5
-    assert fusion.stay.tolist() == [[2, 4, 3, 5]]
-    assert fusion.source.tolist() == [[0, 1]] and fusion.target.tolist() == [[1, 1]]  # 0 into 1, and both into 4
+    stay, source, target = match(x, torch.zeros(1, 6), 2, 0, 1.0)  # A: 0, 2, 4; B: 1, 3, 5
+    assert stay.tolist() == [[2, 4, 3, 5]]
+    assert source.tolist() == [[0, 1]] and target.tolist() == [[1, 1]]  # 0 into 1, and both into 4
 
 
 @pytest.mark.parametrize("kind", ["plain", "no_cls", "eva02", "beit"])

@@ -20,7 +20,9 @@ from tntprune import (
     DynamicViT,
     EViT,
     EvoViT,
+    PiToMe,
     Random,
+    ToFu,
     ToMe,
     TopK,
     UsageError,
@@ -48,7 +50,7 @@ from tntprune.serialization.plan import write_plan
 
 METHODS = [
     TNT(), TNT(recipe="relative", similar=9), Random(), TopK(), EViT(), EViT(fuse=False), DynamicViT(), ToMe(),
-    ToMe(inside=False, r=3), ZeroTPrune(), ZeroTPrune(beyond=False), AViT(), EvoViT(), MCTF(), ATC(),
+    ToMe(inside=False, r=3), PiToMe(), ToFu(), ZeroTPrune(), ZeroTPrune(beyond=False), AViT(), EvoViT(), MCTF(), ATC(),
 ]  # fmt: skip
 
 

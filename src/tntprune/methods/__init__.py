@@ -11,20 +11,21 @@ from tntprune.methods.dynamicvit import DynamicSparsification, DynamicViT
 from tntprune.methods.evit import EViT, ExpediteViT
 from tntprune.methods.evovit import EvoViT, SlowFast
 from tntprune.methods.mctf import MCTF, MultiCriteriaFusion
+from tntprune.methods.pitome import EnergyMerging, PiToMe
 from tntprune.methods.random import Random, RandomDrop
 from tntprune.methods.registry import METHODS, all_methods, find_method, implementation, obstacle_to, register_method
 from tntprune.methods.saved import from_dict, to_dict
 from tntprune.methods.tnt.config import RECIPES, TNT
 from tntprune.methods.tnt.method import TrainingNoise
+from tntprune.methods.tofu import ToFu, TokenFusion
 from tntprune.methods.tome import TokenMerging, ToMe
 from tntprune.methods.topk import TopK, TopKPruning
 from tntprune.methods.zerotprune import ZeroTokenPruning, ZeroTPrune
 
 __all__ = [
     "ATC", "ATS", "MCTF", "METHODS", "RECIPES", "TNT", "AViT", "Combination", "Config", "DynamicViT", "EViT", "EvoViT",
-    "Random",
-    "ToMe", "TopK", "ZeroTPrune", "all_methods", "check_options", "choices", "find_method", "from_dict",
-    "implementation", "obstacle_to", "options", "register_method", "to_dict",
+    "PiToMe", "Random", "ToFu", "ToMe", "TopK", "ZeroTPrune", "all_methods", "check_options", "choices", "find_method",
+    "from_dict", "implementation", "obstacle_to", "options", "register_method", "to_dict",
 ]  # fmt: skip
 
 register_method(TNT, TrainingNoise)  # in the order in which methods are listed
@@ -33,6 +34,8 @@ register_method(TopK, TopKPruning)
 register_method(EViT, ExpediteViT)
 register_method(DynamicViT, DynamicSparsification)
 register_method(ToMe, TokenMerging)
+register_method(PiToMe, EnergyMerging)
+register_method(ToFu, TokenFusion)
 register_method(ZeroTPrune, ZeroTokenPruning)
 register_method(ATS, AdaptiveTokenSampling)
 register_method(AViT, AdaptiveTokens)

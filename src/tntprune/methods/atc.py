@@ -17,8 +17,7 @@ from tntprune.methods.config import option
 from tntprune.methods.steps import Step, Turn
 from tntprune.methods.tome import TokenMerging, ToMe
 from tntprune.ops.attention import Heads
-from tntprune.ops.merging import fold
-from tntprune.ops.tokens import Tokens, pick, ranking
+from tntprune.ops.tokens import Tokens, merge, pick, ranking
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class AgglomerativeClustering(TokenMerging):
         stay, go = place[:, : step.leaving], place[:, step.leaving :]
         number = alone.cumsum(1) - 1  # of each cluster, in the order of its first token
         target = number.gather(1, first.gather(1, go))
-        return fold(tokens, stay, go, target, torch.ones_like(distance[:, 0]))
+        return merge(tokens, stay[:, :0], stay, go, target, average=self.average(step.place.block))
 
     def macs(self, step: Step) -> int:
         """Count the distances, 2 n for each merger by their mean, and D for each token that is merged away."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,7 @@ from tntprune.methods.config import option
 from tntprune.methods.steps import Step
 from tntprune.methods.tome import TokenMerging, ToMe
 from tntprune.ops.attention import Heads
-from tntprune.ops.merging import fold
-from tntprune.ops.tokens import Tokens, in_order, pick, ranking, row_blocks
+from tntprune.ops.tokens import Tokens, in_order, merge, pick, ranking, row_blocks
 
 RAREST = 1e-9  # attention, and (1 + cosine) / 2, below it count as this much: their logarithms are numbers
 
@@ -83,20 +82,6 @@ class MCTF(ToMe):
         return found
 
 
-class Fusion(NamedTuple):
-    """Which patch tokens stay, and which go where, as `fold` takes it.
-
-    Args:
-        stay: (B, k), positions of those that stay, in the order in which they are to stand.
-        source: (B, r), positions of those that go.
-        target: (B, r), where in `stay` each goes.
-    """
-
-    stay: torch.Tensor
-    source: torch.Tensor
-    target: torch.Tensor
-
-
 class MultiCriteriaFusion(TokenMerging):
     """Bidirectional bipartite matching by three criteria. Prefix tokens attend as any other, and take no part.
 
@@ -119,21 +104,23 @@ class MultiCriteriaFusion(TokenMerging):
     def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
         assert heads is not None
         config, odd = self.config, tokens.prefix % 2
+        average = self.average(step.place.block)
         attention = received(heads)[:, tokens.prefix :].clamp(min=RAREST)  # (B, n)
-        ones = torch.ones_like(attention)
-        size = ones if tokens.size is None else tokens.size
+        size = torch.ones_like(attention) if tokens.size is None else tokens.size
         compared = replace(tokens, x=self.compared(tokens, heads), prefix=0, carrier=None)
         # Of each patch in a token: the attention that it receives, and what it counts for in means.
         about = replace(compared, x=torch.stack([attention / size, attention], 2), size=size)
         while tokens.count > step.leaving:
             assert about.size is not None
             gone = min(tokens.count - step.leaving, tokens.count // 2)
-            attention, weight = about.x[:, :, 0] * about.size, about.x[:, :, 1]
+            attention, weight = about.x[:, :, 0] * about.size, about.x[:, :, 1] * about.size
             pull = -config.attention_power * attention.log() - config.size_power * about.size.log()
-            fusion = match(compared.x, pull, gone, odd, config.similarity_power)
-            tokens = fold(tokens, *fusion, weight)
-            if tokens.count > step.leaving:  # what follows is told by what the fused tokens are
-                compared, about = fold(compared, *fusion, weight), fold(about, *fusion, ones)
+            stay, *where = match(compared.x, pull, gone, odd, config.similarity_power)
+            about = merge(about, stay[:, :0], stay, *where)
+            tokens = merge(replace(tokens, size=weight), stay[:, :0], stay, *where, average=average)
+            tokens = replace(tokens, size=about.size)
+            if tokens.count > step.leaving:  # what is compared of a fused token is the mean of its tokens'
+                compared = merge(replace(compared, size=weight), stay[:, :0], stay, *where)
         return tokens
 
     def macs(self, step: Step) -> int:
@@ -170,7 +157,7 @@ def received(heads: Heads) -> torch.Tensor:
     return torch.stack(parts).sum(0) / (n * of)
 
 
-def match(x: torch.Tensor, pull: torch.Tensor, gone: int, odd: int, power: float) -> Fusion:
+def match(x: torch.Tensor, pull: torch.Tensor, gone: int, odd: int, power: float) -> tuple[torch.Tensor, ...]:
     """Pair tokens of A with tokens of B, then tokens of B with what is left of A, the strongest attractions first.
 
     As published, half of the tokens that go, rounded down, go from A to B. The attractions stay those of the tokens
@@ -182,6 +169,10 @@ def match(x: torch.Tensor, pull: torch.Tensor, gone: int, odd: int, power: float
         gone: How many tokens go, at most n // 2.
         odd: Whether the number of prefix tokens is odd, so that A starts with the second patch, else with the first.
         power: Of the likeness.
+
+    Returns:
+        Positions of the tokens that stay, in the order in which they are to stand (B, n - gone), and of those that go
+        (B, gone); and where among the first each of these goes (B, gone).
     """
     x = F.normalize(x.detach().float(), dim=-1)
     place = torch.arange(x.shape[1], device=x.device)
@@ -202,7 +193,7 @@ def match(x: torch.Tensor, pull: torch.Tensor, gone: int, odd: int, power: float
     ends = torch.cat([left, back], 1)  # all of B
     behind = stay.shape[1] + torch.arange(left.shape[1], device=x.device).expand_as(left)
     lands = torch.zeros_like(ends).scatter(1, ends, torch.cat([behind, into.gather(1, back)], 1))  # (B, |B|)
-    return Fusion(
+    return (
         torch.cat([place[odd::2][stay], place[1 - odd :: 2][left]], 1),
         torch.cat([place[odd::2][go], place[1 - odd :: 2][back]], 1),
         torch.cat([lands.gather(1, best.gather(1, go)), into.gather(1, back)], 1),
