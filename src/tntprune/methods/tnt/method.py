@@ -104,6 +104,10 @@ class TrainingNoise(ScoringMethod):
         """
         return self.planned(self.training_steps(patches)) if self.training and self.trains else super().plan(patches)
 
+    @property
+    def untouched(self) -> int:
+        return min(map(int, self.scorers)) - (self.config.inside or self.config.reads) if self.trains else 0
+
     def training_steps(self, patches: int) -> Sequence[Step]:
         """Draw the steps of a training pass. A step from which nothing goes is one with noise."""
         noisy = [Place(int(block), self.config.inside) for block in self.scorers]
