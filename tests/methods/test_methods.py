@@ -171,7 +171,9 @@ def test_half_precision(name):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("plain", name) for name in FIRST[1:] if name not in ("pitome", "tofu", "mctf", "atc")]  # the next test exports them too
+    [
+        ("plain", name) for name in FIRST[1:] if name not in ("pitome", "tofu", "mctf", "atc")
+    ]  # the next test exports them too
     + [
         pytest.param(kind, name, marks=pytest.mark.wide)
         for kind in ("plain", "distilled", "no_cls", "map_pool")

@@ -115,12 +115,13 @@ class MultiCriteriaFusion(TokenMerging):
             gone = min(tokens.count - step.leaving, tokens.count // 2)
             attention, weight = about.x[:, :, 0] * about.size, about.x[:, :, 1] * about.size
             pull = -config.attention_power * attention.log() - config.size_power * about.size.log()
-            stay, *where = match(compared.x, pull, gone, odd, config.similarity_power)
-            about = merge(about, stay[:, :0], stay, *where)
-            tokens = merge(replace(tokens, size=weight), stay[:, :0], stay, *where, average=average)
+            stay, source, target = match(compared.x, pull, gone, odd, config.similarity_power)
+            none = stay[:, :0]
+            about = merge(about, none, stay, source, target)
+            tokens = merge(replace(tokens, size=weight), none, stay, source, target, average)
             tokens = replace(tokens, size=about.size)
             if tokens.count > step.leaving:  # what is compared of a fused token is the mean of its tokens'
-                compared = merge(replace(compared, size=weight), stay[:, :0], stay, *where)
+                compared = merge(replace(compared, size=weight), none, stay, source, target)
         return tokens
 
     def macs(self, step: Step) -> int:
@@ -157,7 +158,9 @@ def received(heads: Heads) -> torch.Tensor:
     return torch.stack(parts).sum(0) / (n * of)
 
 
-def match(x: torch.Tensor, pull: torch.Tensor, gone: int, odd: int, power: float) -> tuple[torch.Tensor, ...]:
+def match(
+    x: torch.Tensor, pull: torch.Tensor, gone: int, odd: int, power: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pair tokens of A with tokens of B, then tokens of B with what is left of A, the strongest attractions first.
 
     As published, half of the tokens that go, rounded down, go from A to B. The attractions stay those of the tokens
