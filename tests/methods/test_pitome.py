@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
+from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import SMALL, make, photos_for
 from merging_reference import Token, merged_to, naive
@@ -92,6 +93,13 @@ def test_costs_are_those_of_the_energy_of_the_matches_and_of_one_sum_for_each_to
     assert macs(reduce_(model, PiToMe(at=3, tokens=10))).reduction == {
         3: (64**2 + 32**2 + 32**2 + 16**2 + 16**2 + 6**2) * 8 + 54 * 32  # to 32, 16 and then 10
     }
+
+
+def test_the_comparisons_counted_are_those_that_are_made():
+    x = torch.randn(1, 64, 8)
+    with FlopCounterMode(display=False) as counter:
+        match_by_energy(x, 9, 0.5)
+    assert counter.get_total_flops() == 2 * (64 * 64 + 9 * 9) * 8
 
 
 def test_equal_tokens_merge_without_a_trace():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
+from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import SMALL, make, photos_for
 from merging_reference import naive
 from tntprune import ToFu, ToMe, UsageError, UserError, macs, record, reduce_
 from tntprune.backbones.attach import reduction_of
+from tntprune.ops.tokens import start
 
 EVERY = dict.fromkeys(range(1, 7), 7)
 WHOLE = {  # with the first block that merges
@@ -60,6 +62,12 @@ def test_merging_everywhere_is_tome_with_mlerp_and_pruning_everywhere_keeps_toke
 def test_pruning_costs_no_sum():
     found = macs(reduce_(make("plain"), ToFu(at=(3, 4), r=9)))
     assert found.reduction == {3: 32 * 32 * 8, 4: 27 * 28 * 8 + 9 * 32}
+    method = reduction_of(reduce_(make("plain"), ToFu(at=(3, 4), r=9, metric="x")))
+    for step, sums in zip(method.steps(64), (0, 28 * 9 * 32)):  # as a one-hot product; 9 x 32 of it are not 0
+        with FlopCounterMode(display=False) as counter:
+            method(start(torch.randn(1, 1 + step.entering, 32), 1), step)
+        compared = (step.entering // 2) * (step.entering - step.entering // 2) * 32
+        assert counter.get_total_flops() == 2 * (compared + sums)
 
 
 @pytest.mark.parametrize("merge_from", [1, None, 7])

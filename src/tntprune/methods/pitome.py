@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from tntprune.methods.tome import TokenMerging, ToMe
+from tntprune.methods.tome import Pairs, TokenMerging, ToMe
 from tntprune.ops.similarity import closest
 from tntprune.ops.tokens import in_order, pick, ranking, row_blocks
 
@@ -39,14 +39,14 @@ class EnergyMerging(TokenMerging):
 
     config: PiToMe
 
-    def pairs(self, x: torch.Tensor, gone: int, block: int) -> tuple[torch.Tensor, ...]:
+    def pairs(self, x: torch.Tensor, gone: int, block: int) -> Pairs:
         return match_by_energy(x, gone, MARGIN * (1 - block / self.layout.depth))
 
     def comparisons(self, count: int, gone: int) -> int:
         return count**2 + gone**2  # for the energy, and of A with B
 
 
-def match_by_energy(x: torch.Tensor, gone: int, margin: float) -> tuple[torch.Tensor, ...]:
+def match_by_energy(x: torch.Tensor, gone: int, margin: float) -> Pairs:
     """Pair tokens of the highest energy: the first, third and so on go, each to the most similar of the others.
 
     In fp32, and no gradient goes through.

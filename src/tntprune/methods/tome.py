@@ -19,6 +19,7 @@ from tntprune.ops.attention import Heads
 from tntprune.ops.similarity import nearest
 from tntprune.ops.tokens import Average, Tokens, in_order, merge, ranking
 
+Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # who stays, takes in, goes, and where to
 LARGEST = 10_000  # blocks, and tokens at once, that are believed of a file
 
 
@@ -111,7 +112,7 @@ class ToMe(Config):
         if data.get("decreasing") is not True or "average" in data:
             return data
         r, *more = as_tuple(data.get("r") or 8)
-        of = len(as_tuple(data["at"])) if data.get("at") is not None else depth
+        of: Any = depth if data.get("at") is None else len(as_tuple(data["at"]))
         if more or not all(is_int(one) and 0 <= one <= LARGEST for one in (r, of)):
             return data  # to be described alone, or refused
         of -= data.get("at") is None and not data.get("inside", True)  # not after the last block
@@ -166,7 +167,7 @@ class TokenMerging(Method):
                 features = merge(features, *pairs, average="none" if average == "none" else "mean")
         return tokens
 
-    def pairs(self, x: torch.Tensor, gone: int, block: int) -> tuple[torch.Tensor, ...]:
+    def pairs(self, x: torch.Tensor, gone: int, block: int) -> Pairs:
         """Return who is merged into whom, as `merge` takes it.
 
         Args:
@@ -202,7 +203,7 @@ class TokenMerging(Method):
         return f"{why}; {', '.join(others)} would do" if others else None
 
 
-def match(x: torch.Tensor, gone: int, odd: int) -> tuple[torch.Tensor, ...]:
+def match(x: torch.Tensor, gone: int, odd: int) -> Pairs:
     """Pair each token of A with the most similar one of B, and choose the most similar pairs.
 
     Args:
