@@ -48,7 +48,7 @@ def test_the_training_learns_the_same_up_to_rounding(kind, config):
     again, kept = learned(kind, config, True, labels)
     assert again == pytest.approx(losses, rel=1e-3, abs=1e-6)
     for name, value in state.items():
-        torch.testing.assert_close(kept[name], value, rtol=5e-3, atol=1e-4)
+        torch.testing.assert_close(kept[name], value, rtol=5e-3, atol=5e-4)  # steps are 0.01 long
 
 
 def test_every_block_before_the_first_location_and_the_unpruned_model_run_once_per_image():

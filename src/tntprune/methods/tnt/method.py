@@ -195,7 +195,8 @@ class TrainingNoise(ScoringMethod):
             spread = patches.detach().float().std(1, correction=0, keepdim=True)
             patches = torch.lerp(patches, mean, noise[:, :, None].to(x.dtype))
             scale = scale * spread
-        noisy = patches + scale.to(x.dtype) * torch.randn_like(patches)
+        drawn = torch.randn(patches.shape, dtype=x.dtype, device=x.device)  # the same ones whatever the strides
+        noisy = patches + scale.to(x.dtype) * drawn
         return replace(tokens, x=torch.cat([prefix, noisy], 1))
 
     def capacity(self, tokens: Tokens) -> float | torch.Tensor:
