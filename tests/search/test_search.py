@@ -12,13 +12,17 @@ from timm.models.vision_transformer import VisionTransformer
 
 from conftest import SMALL, make, photos_for
 from tntprune import (
+    ATC,
     ATS,
+    MCTF,
     TNT,
     AViT,
     DynamicViT,
     EViT,
     EvoViT,
+    PiToMe,
     Random,
+    ToFu,
     ToMe,
     TopK,
     UsageError,
@@ -46,7 +50,7 @@ from tntprune.serialization.plan import write_plan
 
 METHODS = [
     TNT(), TNT(recipe="relative", similar=9), Random(), TopK(), EViT(), EViT(fuse=False), DynamicViT(), ToMe(),
-    ToMe(inside=False, r=3), ZeroTPrune(), ZeroTPrune(beyond=False), AViT(), EvoViT(),
+    ToMe(inside=False, r=3), PiToMe(), ToFu(), ZeroTPrune(), ZeroTPrune(beyond=False), AViT(), EvoViT(), MCTF(), ATC(),
 ]  # fmt: skip
 
 
@@ -208,7 +212,9 @@ def test_moves_change_little_and_keep_the_budget(large):
     assert len(seen) > 20
 
 
-@pytest.mark.parametrize("method", [ToMe(), Random(), EViT(), ZeroTPrune(), TNT(), AViT(), EvoViT()], ids=label)
+@pytest.mark.parametrize(
+    "method", [ToMe(), Random(), EViT(), ZeroTPrune(), TNT(), AViT(), EvoViT(), MCTF(), ATC()], ids=label
+)
 def test_answers_are_those_of_the_whole_models(method):
     base = make("plain")
     images, labels = photos_for(base, 40), torch.arange(40) % 7

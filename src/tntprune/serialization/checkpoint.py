@@ -246,7 +246,7 @@ def read(source: str | Path, model: nn.Module | None = None, revision: str | Non
         raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
     tensors = {name: with_dimension(value) for name, value in read_weights(path).items() if name != EMPTY}
     return SavedReduction(
-        from_dict(config), tensors, backbone, parsed(about.get("model", "")) or {},
+        from_dict(config, backbone.get("depth")), tensors, backbone, parsed(about.get("model", "")) or {},
         path.parent / WEIGHTS if about.get("weights") else None, about.get("made_by", ""),
         output=about.get("output", ""), last_block=about.get("last_block", "all"),
         calibrated=about.get("calibrated") != "no", path=path,

@@ -110,7 +110,7 @@ def read_plan(path: Path) -> Plan:
         raise UserError(f"{path}: a broken plan, what was learned cannot be read; search for it again") from None
     check_finite(path, tensors)
     converted = {
-        "config": from_dict(data["config"]),
+        "config": from_dict(data["config"], data["backbone"].get("depth")),
         "learned": {name: with_dimension(value) for name, value in tensors.items()},
         "weights": path.parent / data["weights"] if data["weights"] else None,
     }
