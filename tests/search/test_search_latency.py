@@ -11,7 +11,21 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from conftest import SMALL, make, photos_for
-from tntprune import ATS, TNT, EViT, EvoViT, PiToMe, Random, ToFu, ToMe, UsageError, UserError, ZeroTPrune, reduce_
+from tntprune import (
+    ATC,
+    ATS,
+    TNT,
+    EViT,
+    EvoViT,
+    PiToMe,
+    Random,
+    ToFu,
+    ToMe,
+    UsageError,
+    UserError,
+    ZeroTPrune,
+    reduce_,
+)  # fmt: skip
 from tntprune.backbones.attach import base_of
 from tntprune.methods import Combination, Config
 from tntprune.methods.steps import Place, Step
@@ -229,6 +243,7 @@ def test_what_cannot_be_told_from_counts_is_refused():
     for config, words in (
         (ATS(at=2), "differs from image to image"),
         (EvoViT(at=2), "brings tokens back"),
+        (ATC(at=2), "each token that goes takes a step of its own"),
         (pair, "several methods"),
     ):
         with pytest.raises(UserError, match=words):
