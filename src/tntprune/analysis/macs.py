@@ -60,7 +60,7 @@ class PromptMacs(Macs):
     base_visual: int = 0  # of the unpruned model; the same of each that follows
     tower: int = 0
     base_tower: int = 0
-    projector: int = 0
+    projector: int = 0  # 0 where the tower merges cells of patches itself
     prefill: int = 0  # the language model, and its head for one token
     base_prefill: int = 0
     decode: int = 0  # one more word of the answer
@@ -69,10 +69,11 @@ class PromptMacs(Macs):
     base_cache: int = 0
 
     def __str__(self) -> str:
+        after = f"; projector: {human(self.projector)}" if self.projector else ""
         lines = [
             f"{human(self.macs)} instead of {human(self.base_macs)}, with {self.text} tokens of text",
             f"  visual tokens: {self.visual} instead of {self.base_visual}",
-            f"  tower: {human(self.tower)} instead of {human(self.base_tower)}; projector: {human(self.projector)}",
+            f"  tower: {human(self.tower)} instead of {human(self.base_tower)}{after}",
             f"  prefill: {human(self.prefill)} instead of {human(self.base_prefill)}",
             f"  each further word: {human(self.decode)} instead of {human(self.base_decode)}",
             f"  cache: {self.cache / 2**20:.1f} MiB instead of {self.base_cache / 2**20:.1f} MiB",

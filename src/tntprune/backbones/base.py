@@ -20,7 +20,7 @@ FAMILIES = {  # the files of this folder, by the package of their models
     "timm": ("timm.vit", "timm.eva", "timm.beit"),
     "transformers": (
         "hf.vit", "hf.beit", "hf.dinov2", "hf.dinov3", "hf.clip", "hf.siglip", "hf.siglip2", "hf.aimv2",
-        "hf.vitpose", "hf.idefics3", "hf.internvl", "hf.vlm",
+        "hf.vitpose", "hf.idefics3", "hf.internvl", "hf.qwen", "hf.vlm",
     ),
 }  # fmt: skip
 REASONS = {  # why models of some classes cannot be reduced, and what would do

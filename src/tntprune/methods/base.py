@@ -32,6 +32,7 @@ class Layout(NamedTuple):
         attn_dim: Width of all heads together.
         pool: What the head reads: "token" for the CLS token, else how the tokens are pooled.
         opens: Whether its blocks can be run in halves, with a view of their attention.
+        weighs: Where they cannot: whether the sizes of merged tokens can count in their attention.
     """
 
     family: str
@@ -45,6 +46,7 @@ class Layout(NamedTuple):
     attn_dim: int = 0
     pool: str = "token"
     opens: bool = True
+    weighs: bool = False
 
     @property
     def patches(self) -> int:

@@ -78,16 +78,18 @@ class ShorteningModel(ReducedModel):
 
     Args:
         first: The position of the first token where the caller gives none.
+        tower_name: The name of its tower.
         shortens: Whether its tower's reduction has `output="tokens"`.
     """
 
     first: ClassVar[int] = 0
+    tower_name: ClassVar[str] = "vision_tower"
     config: Any
 
     @property
     def shortens(self: Any) -> bool:
         """Whether its tower gives no more than what was kept."""
-        return self.vision_tower.reduction.output == "tokens"  # type: ignore[no-any-return]
+        return getattr(self, self.tower_name).reduction.output == "tokens"  # type: ignore[no-any-return]
 
     def forward(
         self: Any,
@@ -162,9 +164,13 @@ class ShorteningModel(ReducedModel):
             return None, images
         if not left:
             raise UserError("every visual token was dropped, or the tower gives NaN; expected finite images")
-        kept = rows[there.nonzero()[:, 0]]
+        place = there.nonzero()[:, 0]
         keep = torch.ones_like(visual).masked_scatter(visual, there)
-        return keep, type(images)(pooler_output=kept[None] if isinstance(found, torch.Tensor) else [kept])
+        rows = rows[place]
+        own = {"pooler_output": rows[None] if isinstance(found, torch.Tensor) else [rows]}
+        if (deep := getattr(images, "deepstack_features", None)) is not None:  # what further layers are given
+            own["deepstack_features"] = [[torch.cat(tuple(layer))[place]] for layer in deep]
+        return keep, type(images)(**own)
 
     def shortened(
         self: Any, given: dict[str, Any], seen: Seen | None, keep: torch.Tensor | None, kwargs: dict[str, Any]
@@ -177,7 +183,7 @@ class ShorteningModel(ReducedModel):
             keep: (B, n), False for dropped visual tokens; None if there are none.
             kwargs: The rest; what goes with the tokens is replaced in it.
         """
-        ids, mask, positions, cache = (given[n] for n in ("input_ids", "attention_mask", "position_ids", "cache"))
+        ids, mask, cache = (given[name] for name in ("input_ids", "attention_mask", "cache"))
         batch, count = (kwargs["inputs_embeds"] if ids is None else ids).shape[:2]
         device = (kwargs["inputs_embeds"] if ids is None else ids).device
         held = 0 if cache is None else int(cache.get_seq_length())
@@ -193,30 +199,49 @@ class ShorteningModel(ReducedModel):
                 f"{batch} x {past + count}, one number for each token of the prompt: with output='tokens' no static "
                 "cache, and no mask that is made beforehand"
             )
-        if mask is None and cache is None and positions is not None and bool((positions.diff(dim=-1) != 1).any()):
-            raise UserError(
-                "position_ids of packed sequences; expected one prompt a row, with an attention_mask if they are padded"
-            )
-        if positions is not None and positions.ndim != 2:
-            raise UserError(f"position_ids of {positions.ndim} dimensions; expected (batch, tokens)")
+        positions = self.placed(given, past, count, device, kwargs)
         ones = torch.ones(batch, past + count, dtype=torch.bool, device=device)
         whole = ones if mask is None else mask.to(device).bool()
         before, own = whole[:, :past], whole[:, past:]
         if seen is not None:
             before = torch.cat([seen.mask.expand(batch, -1), before[:, seen.length :]], 1)
-        if positions is None:
-            positions = torch.arange(past + self.first, past + self.first + count, device=device)[None]
         places = None
         if keep is not None:
             places = places_of(keep, own)
             index, own = places.place, places.real
             other = int(self.config.image_token_id == 0)  # any other token: it is not attended to
             ids = ids.masked_fill(~keep, other).gather(1, index)
-            positions = positions.expand(batch, -1).gather(1, index)
-            if kwargs.get("token_type_ids") is not None:
-                kwargs["token_type_ids"] = kwargs["token_type_ids"].gather(1, index)
+            axes = positions.shape[:-2]  # (3,) or none
+            positions = positions.expand(*axes, batch, -1).gather(-1, index.expand(*axes, -1, -1))
+            for name in ("token_type_ids", "mm_token_type_ids"):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = kwargs[name][:, -count:].gather(1, index)
         mask = torch.cat([before, own], 1).long()
         return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "cache": cache}, places
+
+    def placed(
+        self: Any, given: dict[str, Any], past: int, count: int, device: torch.device, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return the positions of the whole prompt's tokens, (B or 1, n); behind any axes that a family has besides.
+
+        Args:
+            given: As for `shortened`.
+            past: Tokens before them.
+            count: How many they are.
+            device: Where they are.
+            kwargs: The rest of what the caller gave.
+        """
+        positions: torch.Tensor | None = given["position_ids"]
+        if positions is None:
+            return torch.arange(past + self.first, past + self.first + count, device=device)[None]
+        packed = given["attention_mask"] is None and given["cache"] is None
+        if packed and bool((positions.diff(dim=-1) != 1).any()):
+            raise UserError(
+                "position_ids of packed sequences; expected one prompt a row, with an attention_mask if they are padded"
+            )
+        if positions.ndim != 2:
+            raise UserError(f"position_ids of {positions.ndim} dimensions; expected (batch, tokens)")
+        return positions
 
     def restored(
         self: Any, out: Any, images: Any, given: dict[str, Any], places: Places, kwargs: dict[str, Any]

@@ -14,12 +14,16 @@ from transformers.models.llava import modeling_llava as llava
 from transformers.models.llava_next import modeling_llava_next as llava_next
 from transformers.models.llava_onevision import modeling_llava_onevision as onevision
 from transformers.models.paligemma import modeling_paligemma as paligemma
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
 from transformers.models.smolvlm import modeling_smolvlm as smolvlm
 from transformers.models.vipllava import modeling_vipllava as vipllava
 
 from tntprune.backbones.base import Answer, Backbone, Costs, WordCosts, kind_of
-from tntprune.backbones.hf import clip, idefics3, internvl, siglip, vit
-from tntprune.backbones.hf.adapter import HuggingFace, linears
+from tntprune.backbones.hf import clip, idefics3, internvl, qwen, siglip, vit
+from tntprune.backbones.hf.adapter import linears
+from tntprune.backbones.hf.mrope import MropeGenerator, MropeModel
 from tntprune.backbones.hf.shortening import ShorteningGenerator, ShorteningModel, VisibleProjector
 from tntprune.backbones.hf.towers import ReducedModel, derived
 from tntprune.backbones.prompts import Prompts
@@ -40,6 +44,7 @@ class Family:
         language: The name of the language model there.
         cells: What its projector does with patches together, so that no single one can be left out; "" for nothing.
         first: The position of the first token of a prompt.
+        merges: Whether its tower merges cells of patches itself, and images have a size of their own; they are Qwen's.
     """
 
     module: Any
@@ -49,6 +54,14 @@ class Family:
     language: str = "language_model"
     cells: str = ""
     first: int = 0
+    merges: bool = False
+
+    @property
+    def bases(self) -> tuple[type, type]:
+        """What its model and its model with a head for the next token are besides their own classes."""
+        if self.cells:
+            return ReducedModel, ReducedModel
+        return (MropeModel, MropeGenerator) if self.merges else (ShorteningModel, ShorteningGenerator)
 
 
 FAMILIES = (
@@ -63,31 +76,34 @@ FAMILIES = (
         idefics3_model, "Idefics3", "vision_model", "connector", "text_model", "its projector joins cells of patches"
     ),
     Family(smolvlm, "SmolVLM", "vision_model", "connector", "text_model", "its projector joins cells of patches"),
+    *(
+        Family(module, name, "visual", "visual.merger", merges=True)
+        for module, name in ((qwen2, "Qwen2VL"), (qwen2_5, "Qwen2_5_VL"), (qwen3, "Qwen3VL"))
+    ),
 )
-TOWERS: tuple[HuggingFace, ...] = (clip.ADAPTER, siglip.ADAPTER, vit.ADAPTER, idefics3.ADAPTER, internvl.ADAPTER)
+TOWERS: tuple[Backbone, ...] = (
+    clip.ADAPTER, siglip.ADAPTER, vit.ADAPTER, idefics3.ADAPTER, internvl.ADAPTER, qwen.ADAPTER,
+)  # fmt: skip
 OWN_TOWERS = {  # models whose towers are something else, by the beginning of their classes' names
-    "Qwen2VL": "attends within the images of one packed sequence",
-    "Qwen2_5_VL": "attends within windows of one packed sequence",
-    "Qwen3VL": "attends within the images of one packed sequence and hands several of its layers on",
-    "Qwen3VLMoe": "attends within the images of one packed sequence and hands several of its layers on",
+    "Qwen3VLMoe": "attends within the images of one packed sequence, as Qwen3VL's, before a mixture of experts",
 }
 
 
-def _made(ending: str, cells: type, single: type) -> dict[Any, Any]:
-    """Return the class of each family whose name ends so, and the one that it takes on."""
+def _made(ending: str, number: int) -> dict[Any, Any]:
+    """Return the class of each family whose name ends so, and the one that it takes on: the one of its `bases`."""
     made = {}
     for family in FAMILIES:
-        kind = getattr(family.module, family.name + ending)
-        more = {} if family.cells or ending != "Model" else {"first": family.first}
-        made[kind] = derived(kind, cells if family.cells else single, home=__name__, **more)
+        kind, base = getattr(family.module, family.name + ending), family.bases[number]
+        more = {"first": family.first} if base is ShorteningModel else {}
+        made[kind] = derived(kind, base, home=__name__, **more)
     return made
 
 
-MODELS = _made("Model", ReducedModel, ShorteningModel)
-GENERATORS = _made("ForConditionalGeneration", ReducedModel, ShorteningGenerator)
+MODELS = _made("Model", 0)
+GENERATORS = _made("ForConditionalGeneration", 1)
 PROJECTORS = {
     kind: derived(kind, VisibleProjector, home=__name__)
-    for kind in (getattr(f.module, f"{f.name}MultiModalProjector") for f in FAMILIES if not f.cells)
+    for kind in (getattr(f.module, f"{f.name}MultiModalProjector") for f in FAMILIES if not (f.cells or f.merges))
 }
 BY_CLASS = {
     getattr(family.module, family.name + ending): family
@@ -140,7 +156,7 @@ class VisionLanguage(Backbone):
         inner = self.inner(model)
         return [model, inner, inner.get_submodule(self.family(model).projector)]
 
-    def of_tower(self, model: nn.Module) -> HuggingFace:
+    def of_tower(self, model: nn.Module) -> Backbone:
         """Return the adapter of a model's tower."""
         tower = self.tower(model)
         return next(adapter for adapter in TOWERS if adapter.knows(tower))
@@ -211,7 +227,7 @@ class VisionLanguage(Backbone):
         head = getattr(model, "lm_head", None)
         return WordCosts(
             visual=visual,
-            projector=visual * own,
+            projector=0 if family.merges else visual * own,  # a merger is in the tower, and counted there
             token=sum(linears(block) for block, _ in blocks),
             pair=sum(2 * attention.q_proj.out_features for _, attention in blocks),
             head=0 if head is None else head.weight.numel(),
@@ -226,7 +242,10 @@ class VisionLanguage(Backbone):
         """
         if not isinstance(images, Prompts):
             raise _needs_words(model)
-        if missing := {"input_ids", "pixel_values"} - set(images):
+        wanted = {"input_ids", "pixel_values"}
+        if self.family(model).merges:
+            wanted |= {"image_grid_thw", "mm_token_type_ids"}
+        if missing := wanted - set(images):
             raise UserError(
                 f"a batch without {min(missing)}; expected what the model's processor makes of images and text"
             )
