@@ -219,9 +219,7 @@ def prompts(kind: str, model: Any, rows: list[list[int | None]], side: str = "le
     return found
 
 
-def packed(
-    rows: list[list[int | tuple[int, int]]], side: str = "left", skip: int = 0
-) -> dict[str, torch.Tensor]:
+def packed(rows: list[list[int | tuple[int, int]]], side: str = "left", skip: int = 0) -> dict[str, torch.Tensor]:
     """A batch of prompts for one of the `PACKED` models, as the processor makes it.
 
     Args:

@@ -159,10 +159,12 @@ def test_what_is_not_supported_is_refused_by_name_and_with_the_reason():
         tntprune.UserError, match=r"vision tower PixtralVisionModel of a LlavaFor\w+ \(supported: CLIPV"
     ):
         reduce_(model, Random(at=2))
-    vision = {"depth": 2, "hidden_size": 32, "num_heads": 4, "out_hidden_size": 32, "intermediate_size": 32}
-    config = transformers.Qwen2_5_VLConfig(vision_config=vision, text_config={**TEXT, "layer_types": None})
-    with pytest.raises(tntprune.UserError, match=r"Qwen2_5_VLModel, whose tower attends within windows of one packed"):
-        reduce_(transformers.Qwen2_5_VLModel(config), Random(at=1))
+    with torch.device("meta"):
+        model = transformers.Qwen3VLMoeForConditionalGeneration(transformers.Qwen3VLMoeConfig())
+    with pytest.raises(
+        tntprune.UserError, match=r"Qwen3VLMoeFor\w+, whose tower attends within the images of one pack"
+    ):
+        reduce_(model, Random(at=1))
     for kind in sorted(set(KINDS) - set(SHORTENED)):
         with pytest.raises(tntprune.UsageError, match=r"output='tokens' of \w+: it.*; expected 'grid'"):
             reduce_(make(kind), Random(at=2), output="tokens")

@@ -18,7 +18,7 @@ class MropeModel(ShorteningModel):
 
     tower_name: ClassVar[str] = "visual"
 
-    def forward(
+    def forward(  # type: ignore[override]  # in the order of these models' own arguments
         self: Any, input_ids: torch.Tensor | None = None, attention_mask: Any = None,
         position_ids: torch.Tensor | None = None, cache: Any = None, inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,

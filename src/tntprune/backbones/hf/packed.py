@@ -7,9 +7,9 @@ row, image by image and in each window by window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,11 +50,13 @@ class Course(NamedTuple):
 
     Args:
         orders: Of each group (B, n), its tokens in the order of the windows; None where that is their own.
+        backs: Of each group (B, n), where in that order each token is.
         whole: (images + 1,), where each image begins, in patches, and the end.
         windows: Likewise each window; None where there are none.
     """
 
     orders: tuple[torch.Tensor | None, ...]
+    backs: tuple[torch.Tensor | None, ...]
     whole: torch.Tensor
     windows: torch.Tensor | None
 
@@ -91,28 +93,28 @@ def course_of(groups: Sequence[Group], unit: int, windows: Callable[[Grid], Wind
             orders.append(None)
             continue
         index = index.masked_fill(index == NOWHERE, len(own.rank) - 1)
-        orders.append(own.rank[index].argsort(dim=1, stable=True))
-        inside.append(own.window[index.gather(1, orders[-1])])  # type: ignore[arg-type]
+        order = own.rank[index].argsort(dim=1, stable=True)
+        orders.append(order)
+        inside.append(own.window[index.gather(1, order)])
     device = groups[0].tokens.x.device
     lengths = in_row([[group.tokens.count] * len(group.members) for group in groups], groups)
+    backs = tuple(None if order is None else order.argsort(1) for order in orders)
     whole = _ends(torch.tensor(lengths, device=device) * unit)
     if not inside:
-        return Course(tuple(orders), whole, None)
+        return Course(tuple(orders), backs, whole, None)
     apart = 1 + max(int(window.max()) for window in inside)  # windows of different images have different numbers
     numbers = torch.cat([window + number * apart for number, window in enumerate(in_row(inside, groups))])
     counts = numbers.unique_consecutive(return_counts=True)[1]
-    return Course(tuple(orders), whole, _ends(counts * unit))
+    return Course(tuple(orders), backs, whole, _ends(counts * unit))
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:
     return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def in_row(values, groups: Sequence[Group]):  # type: ignore[no-untyped-def]
+def in_row(values: Iterable[Iterable[Any]], groups: Sequence[Group]) -> list[Any]:
     """Return what each group has for each of its images as one list, in the order of the images."""
-    found = {
-        number: one for own, group in zip(values, groups, strict=True) for number, one in zip(group.members, own)
-    }
+    found = {number: one for own, group in zip(values, groups, strict=True) for number, one in zip(group.members, own)}
     return [found[number] for number in range(len(found))]
 
 
@@ -129,9 +131,9 @@ def unpacked(row: torch.Tensor, groups: Sequence[Group], course: Course) -> tupl
     counts = in_row([[group.tokens.count] * len(group.members) for group in groups], groups)
     images = row.split(counts)
     found = []
-    for group, order in zip(groups, course.orders, strict=True):
+    for group, back in zip(groups, course.backs, strict=True):
         x = torch.stack([images[number] for number in group.members])
-        x = x if order is None else pick(x, order.argsort(1))
+        x = x if back is None else pick(x, back)
         found.append(group._replace(tokens=replace(group.tokens, x=x)))
     return tuple(found)
 
@@ -143,14 +145,14 @@ def side_by_side(groups: Sequence[Group]) -> Tokens:
     """
     tokens = [group.tokens for group in groups]
     most, total = max(one.count for one in tokens), max(one.grid_size for one in tokens)
-    index = [F.pad(one.index, (0, most - one.count), value=NOWHERE) for one in tokens]
-    size = [
-        F.pad(torch.ones_like(one.index).float() if one.size is None else one.size, (0, most - one.count))
-        for one in tokens
-    ]
-    carrier = None
-    if all(one.carrier is not None for one in tokens):
-        followed = [F.pad(one.carrier, (0, total - one.grid_size), value=-1) for one in tokens]  # type: ignore[arg-type]
-        carrier = torch.stack(in_row(followed, groups))
-    index, size = (torch.stack(in_row(one, groups)) for one in (index, size))
-    return Tokens(index.new_zeros(*index.shape, 0), index, 0, size=size, carrier=carrier, grid_size=total)
+
+    def filled(values: Iterable[torch.Tensor], width: int, value: float) -> torch.Tensor:
+        same = [F.pad(own, (0, width - own.shape[1]), value=value) for own in values]  # of each group (B, width)
+        return torch.stack(in_row(same, groups))
+
+    index = filled([one.index for one in tokens], most, NOWHERE)
+    sizes = [torch.ones_like(one.index, dtype=torch.float) if one.size is None else one.size for one in tokens]
+    followed = [one.carrier for one in tokens if one.carrier is not None]
+    carrier = filled(followed, total, -1) if len(followed) == len(tokens) else None
+    size = filled(sizes, most, 0)
+    return Tokens(size.new_zeros(*size.shape, 0), index, 0, size=size, carrier=carrier, grid_size=total)

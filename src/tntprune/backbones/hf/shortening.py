@@ -167,7 +167,7 @@ class ShorteningModel(ReducedModel):
         place = there.nonzero()[:, 0]
         keep = torch.ones_like(visual).masked_scatter(visual, there)
         rows = rows[place]
-        own = {"pooler_output": rows[None] if isinstance(found, torch.Tensor) else [rows]}
+        own: dict[str, Any] = {"pooler_output": rows[None] if isinstance(found, torch.Tensor) else [rows]}
         if (deep := getattr(images, "deepstack_features", None)) is not None:  # what further layers are given
             own["deepstack_features"] = [[torch.cat(tuple(layer))[place]] for layer in deep]
         return keep, type(images)(**own)
