@@ -419,7 +419,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(kind):
     model = reduced(kind)
     given = packed(ONE)
     short = {**given, **{n: given[n][:, 4:] for n in ("input_ids", "attention_mask", "mm_token_type_ids")}}
-    with pytest.raises(tntprune.UserError, match=r"the prompt has 12 image tokens; expected 15 for its 1 image"):
+    with pytest.raises(tntprune.UserError, match=r"the prompt has 12 image tokens; expected 15 for its images"):
         run(model, short)
     with pytest.raises(tntprune.UserError, match=r"60 patches for grid_thw \[\[1, 4, 10\]\]; expected 40 of them"):
         run(model, {**given, "image_grid_thw": torch.tensor([[1, 4, 10]])})

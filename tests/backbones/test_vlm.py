@@ -15,7 +15,7 @@ from tntprune import ATS, TNT, EViT, Random, ToMe
 from tntprune.backbones.attach import base_of, is_reduced, reduction_of
 from tntprune.backbones.base import tower_of
 from tntprune.reduce import reduce_, restore_
-from vlm_models import KINDS, ONE, SEVERAL, SHORTENED, TEXT, TOKENS, VISION, make, prompts, usual
+from vlm_models import CELLS_KEPT, KINDS, ONE, SEVERAL, SHORTENED, TEXT, TOKENS, VISION, make, prompts, usual
 
 CLS = ("llava", "llava_vit", "llava_next", "vipllava", "internvl")  # kinds with a CLS token
 CONFIGS = {
@@ -110,6 +110,10 @@ def test_saved_and_put_back_together(kind, tmp_path):
     assert torch.equal(run(loaded.eval(), given), before)
     tntprune.load_(loaded, tmp_path)
     assert reduction_of(loaded).output == output and torch.equal(run(loaded, given), after)
+    if kind in CELLS_KEPT:
+        with pytest.raises(tntprune.UserError, match="trained with output='tokens', where a token has 2 x 2 patches"):
+            tntprune.load_(loaded, tmp_path, output="grid")
+        return
     tntprune.load_(loaded, tmp_path, keep=1.0, output="grid")
     assert reduction_of(loaded).output == "grid" and torch.equal(run(loaded, given), before)
 

@@ -16,7 +16,8 @@ from torch import nn
 from tntprune.backbones.attach import is_reduced, reduction_of
 from tntprune.backbones.base import Costs, find_backbone, tower_of
 from tntprune.errors import UsageError, UserError
-from tntprune.methods.steps import Counts, counts
+from tntprune.methods.base import Method
+from tntprune.methods.steps import Counts, Step, counts
 from tntprune.system.units import unit_of
 
 
@@ -121,8 +122,8 @@ def _prompt_macs(model: nn.Module, tower: Macs, text: int) -> PromptMacs:
     words, shape = backbone.word_costs(model), backbone.layout(model)
     visual = words.visual
     if method is not None and method.output == "tokens":
-        steps = [s for s in method.steps(shape.patches) if s.place.block <= backbone.last_read(model)]
-        visual -= shape.patches - counts(steps, shape.patches, shape.depth).last
+        steps = [s for s in _patch_steps(method, shape.patches) if s.place.block <= backbone.last_read(model)]
+        visual -= (shape.patches - counts(steps, shape.patches, shape.depth).last) // method.cell**2
 
     def prefill(visual: int) -> int:
         length = text + visual
@@ -142,13 +143,22 @@ def _prompt_macs(model: nn.Module, tower: Macs, text: int) -> PromptMacs:
     )  # fmt: skip
 
 
+def _patch_steps(method: Method, patches: int) -> list[Step]:
+    """Return a method's steps with their numbers of patches, where its tokens are whole cells of patches."""
+    unit = method.cell**2
+    return [
+        step._replace(entering=unit * step.entering, ranked=unit * step.ranked, leaving=unit * step.leaving)
+        for step in method.steps(patches // unit)
+    ]
+
+
 def _image_macs(model: nn.Module) -> Macs:
     """Count what an image costs; of a vision-language model, in its tower."""
     backbone = find_backbone(model)
     layout, costs = backbone.layout(model), backbone.costs(model)
     method = reduction_of(model) if is_reduced(model) else None
-    steps = () if method is None else method.steps(layout.patches)
-    left = counts(steps, layout.patches, layout.depth)
+    steps = () if method is None else method.steps(layout.patches // method.cell**2)
+    left = counts([] if method is None else _patch_steps(method, layout.patches), layout.patches, layout.depth)
     own: dict[int, int] = {}
     for step in steps:
         assert method is not None
@@ -174,13 +184,14 @@ def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:
     """
     backbone, method = find_backbone(model), reduction_of(model)
     layout, costs = backbone.layout(model), backbone.costs(model)
-    steps = method.steps(layout.patches)
+    unit = method.cell**2
+    steps = method.steps(layout.patches // unit)
     found = []
     for image in torch.stack(counts, 1).tolist():  # patch tokens before each half of each block, then at the end
         total = model_macs(costs, Counts(image[:-1:2], image[1:-1:2], image[-1]), layout.prefix)
         for step in steps:
             half = 2 * step.place.block - (2 if step.place.inside else 1)
-            total += method.macs(step._replace(entering=image[max(0, half)]))
+            total += method.macs(step._replace(entering=image[max(0, half)] // unit))
         found.append(total)
     return found
 

@@ -147,6 +147,13 @@ class Backbone(ABC):
         """
         return {}
 
+    def cell(self, model: nn.Module, output: str) -> int:
+        """Return the patches along one side of a cell that what follows joins, where it is given no more than `output`.
+
+        1 where a patch can be left out by itself.
+        """
+        return 1
+
     def last_read(self, model: nn.Module) -> int:
         """Return the last block whose tokens are read by what follows."""
         return self.layout(model).depth

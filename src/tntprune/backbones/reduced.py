@@ -19,6 +19,7 @@ from tntprune.errors import UserError, UserNote
 from tntprune.methods.base import Method
 from tntprune.methods.steps import IDLE, BlockPlan, Plan
 from tntprune.ops.attention import Heads, wants_mask
+from tntprune.ops.cells import join_cells, split_cells
 from tntprune.ops.tokens import Tokens, sized, start
 
 Visit = Callable[[int, Tokens], None]
@@ -233,7 +234,8 @@ class Reduced:
             self.warn()
         follow = follow or not (trace is None and visit is None and made is None)
         tokens, everywhere = self.enter(images, follow, **options)
-        tokens = self.onward(tokens, everywhere, self.reduction.plan(tokens.count), 0, last, visit, made)
+        plan = self.reduction.plan(tokens.count // self.reduction.cell**2)
+        tokens = self.onward(tokens, everywhere, plan, 0, last, visit, made)
         if trace is not None:
             trace.count(tokens)
             trace.ended = True
@@ -344,6 +346,9 @@ class Reduced:
 
     def leave(self, tokens: Tokens, plan: BlockPlan, heads: Heads | None) -> Tokens:
         """Do what is to be done to the tokens that leave a block."""
+        side = self.reduction.cell
+        whole, tokens = tokens, join_cells(tokens, side) if side > 1 and not plan.idle else tokens
         for member in plan.watchers:
             tokens = self.reduction.member(member).watch(tokens, heads)
-        return tokens if plan.after is None else self.reduction(tokens, plan.after, heads)
+        tokens = tokens if plan.after is None else self.reduction(tokens, plan.after, heads)
+        return split_cells(tokens, side, whole) if side > 1 and not plan.idle else tokens

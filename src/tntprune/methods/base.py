@@ -53,6 +53,14 @@ class Layout(NamedTuple):
         """N, the patch tokens of the unpruned model."""
         return self.grid[0] * self.grid[1]
 
+    def of_cells(self, side: int) -> Layout:
+        """Return what is left of it where a token is a cell of side x side patches: see `ops.cells`."""
+        if side == 1:
+            return self
+        rows, columns = (size // side for size in self.grid)
+        width = self.embed_dim * side**2
+        return self._replace(embed_dim=width, prefix=0, grid=(rows, columns), opens=False, weighs=True)
+
 
 class Method(nn.Module):
     """One reduction of one model. Subclasses read on one screen and keep no state between calls.
@@ -74,6 +82,7 @@ class Method(nn.Module):
     calibrated: bool = True  # whether its parameters were trained or loaded
     unsaved: bool = False  # whether they were trained and not saved since
     warned: bool = False  # whether `warn_uncalibrated` has been called in a forward pass
+    cell: int = 1  # patches along a side of what is kept or dropped as a whole: one token, to the method
     output: str = ""  # what the tower of a larger model gives to what follows; see `Backbone.outputs`
 
     def __init__(self, config: Config, layout: Layout) -> None:

@@ -157,7 +157,7 @@ class ShorteningModel(ReducedModel):
         count, left = int(visual.sum()), int(there.sum())
         if count != len(rows):
             raise UserError(
-                f"the prompt has {count} image tokens; expected {len(rows)} for its {len(found)} image(s), as the "
+                f"the prompt has {count} image tokens; expected {len(rows)} for its images, as the "
                 "unpruned model wants them: the processor stays as it is"
             )
         if left == count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,7 +43,8 @@ class Family:
         tower: The vision tower's name in the model without a head for the next token.
         projector: The name of the projector there.
         language: The name of the language model there.
-        cells: What its projector does with patches together, so that no single one can be left out; "" for nothing.
+        cells: What its projector does with patches together, so that none can be left out; "" for nothing.
+        joins: From its config, the patches along one side of a cell that its projector joins: whole cells are left out.
         first: The position of the first token of a prompt.
         merges: Whether its tower merges cells of patches itself, and images have a size of their own; they are Qwen's.
     """
@@ -53,6 +55,7 @@ class Family:
     projector: str = "multi_modal_projector"
     language: str = "language_model"
     cells: str = ""
+    joins: Callable[[Any], int] = lambda config: 1
     first: int = 0
     merges: bool = False
 
@@ -71,11 +74,11 @@ FAMILIES = (
     Family(paligemma, "PaliGemma", first=1),
     Family(onevision, "LlavaOnevision", cells="it resamples the grid of an image's crops"),
     Family(gemma3, "Gemma3", cells="its projector averages cells of patches"),
-    Family(internvl_model, "InternVL", cells="its projector joins cells of patches"),
-    Family(
-        idefics3_model, "Idefics3", "vision_model", "connector", "text_model", "its projector joins cells of patches"
+    Family(internvl_model, "InternVL", joins=lambda config: round(1 / config.downsample_ratio)),
+    *(
+        Family(module, name, "vision_model", "connector", "text_model", joins=lambda config: int(config.scale_factor))
+        for module, name in ((idefics3_model, "Idefics3"), (smolvlm, "SmolVLM"))
     ),
-    Family(smolvlm, "SmolVLM", "vision_model", "connector", "text_model", "its projector joins cells of patches"),
     *(
         Family(module, name, "visual", "visual.merger", merges=True)
         for module, name in ((qwen2, "Qwen2VL"), (qwen2_5, "Qwen2_5_VL"), (qwen3, "Qwen3VL"))
@@ -94,16 +97,21 @@ def _made(ending: str, number: int) -> dict[Any, Any]:
     made = {}
     for family in FAMILIES:
         kind, base = getattr(family.module, family.name + ending), family.bases[number]
-        more = {"first": family.first} if base is ShorteningModel else {}
+        more = {"first": family.first, "tower_name": family.tower} if base is ShorteningModel else {}
         made[kind] = derived(kind, base, home=__name__, **more)
     return made
 
 
 MODELS = _made("Model", 0)
 GENERATORS = _made("ForConditionalGeneration", 1)
-PROJECTORS = {
+PROJECTORS = {  # and the parts of them that see single tokens
     kind: derived(kind, VisibleProjector, home=__name__)
-    for kind in (getattr(f.module, f"{f.name}MultiModalProjector") for f in FAMILIES if not (f.cells or f.merges))
+    for family in FAMILIES
+    if not (family.cells or family.merges)
+    for kind in (
+        getattr(family.module, f"{family.name}MultiModalProjector", None)
+        or getattr(family.module, f"{family.name}SimpleMLP"),
+    )
 }
 BY_CLASS = {
     getattr(family.module, family.name + ending): family
@@ -154,7 +162,9 @@ class VisionLanguage(Backbone):
 
     def around(self, model: nn.Module) -> list[nn.Module]:
         inner = self.inner(model)
-        return [model, inner, inner.get_submodule(self.family(model).projector)]
+        projector = inner.get_submodule(self.family(model).projector)
+        kinds = {*PROJECTORS, *PROJECTORS.values()}
+        return [model, inner, projector, *(part for part in projector.modules() if kind_of(part) in kinds)]
 
     def of_tower(self, model: nn.Module) -> Backbone:
         """Return the adapter of a model's tower."""
@@ -174,6 +184,9 @@ class VisionLanguage(Backbone):
 
     def outputs(self, model: nn.Module) -> dict[str, str]:
         return {"grid": "", "tokens": self.family(model).cells}
+
+    def cell(self, model: Any, output: str) -> int:
+        return self.family(model).joins(model.config) if output == "tokens" else 1
 
     def last_read(self, model: Any) -> int:
         depth = self.layout(model).depth
@@ -217,10 +230,8 @@ class VisionLanguage(Backbone):
         visual = shape.patches + full * shape.prefix
         if family.name == "Gemma3":
             visual = model.config.mm_tokens_per_image
-        elif family.name == "InternVL":
-            visual = int(visual * model.config.downsample_ratio**2)
-        elif family.cells and family.name != "LlavaOnevision":
-            visual //= model.config.scale_factor**2
+        else:
+            visual //= family.joins(model.config) ** 2
         own = linears(projector) + getattr(projector, "mm_input_projection_weight", torch.empty(0)).numel()
         own += sum(5 * part.weight.numel() for part in projector.modules() if isinstance(part, nn.LayerNorm))
         width = sum(attention.k_proj.out_features + attention.v_proj.out_features for _, attention in blocks)
