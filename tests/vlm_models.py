@@ -150,8 +150,9 @@ SHORTENED = (
     "internvl",
     "idefics3",
     "smolvlm",
+    "gemma3",
 )  # those that take output="tokens"
-CELLS_KEPT = ("internvl", "idefics3", "smolvlm")  # of which whole cells of 2 x 2 patches are kept
+CELLS_KEPT = ("internvl", "idefics3", "smolvlm", "gemma3")  # of which whole cells of 2 x 2 patches are kept
 RARE = ("llava_siglip", "llava_vit", "llava_next", "onevision", "idefics3")  # for the wide tests: others are like them
 SIZES = torch.tensor([[60, 50]])  # of an image before it is cut into crops, rows and columns
 

@@ -86,8 +86,8 @@ def test_it_is_the_unpruned_model_on_what_is_left(kind, name):
             "image": type(found)(pooler_output=kept[None] if isinstance(found.pooler_output, torch.Tensor) else [kept])
         },
     }
-    if kind == "paligemma":
-        short["token_type_ids"] = torch.zeros_like(short["input_ids"])
+    if "token_type_ids" in given:
+        short["token_type_ids"] = given["token_type_ids"][keep][None]
     lengths = seen_by_language_model(model)
     out, expected = run(model, given), run(base_of(model), short)
     assert lengths[0] == short["input_ids"].shape[1] < given["input_ids"].shape[1]
@@ -114,10 +114,10 @@ def test_whole_cells_are_kept_and_the_tower_runs_on_them_alone(kind):
     with tntprune.record(model) as trace:
         found = features(model, given).pooler_output
     base = base_of(model).model
-    tower, prefix = tower_of(base), kind == "internvl"
+    tower, prefix, names = tower_of(base), kind == "internvl", dict(base.named_children())
     images = given["pixel_values"].flatten(0, -4)
     with torch.inference_mode():
-        more = {} if prefix else {"patch_attention_mask": torch.ones(2, 8, 8, dtype=torch.bool)}
+        more = {"patch_attention_mask": torch.ones(2, 8, 8, dtype=torch.bool)} if "connector" in names else {}
         states = tower(images, output_hidden_states=True, **more).hidden_states[2]
         for number, (state, kept) in enumerate(zip(states, trace.kept[2])):
             cells = (kept // 16 * 4 + kept % 8 // 2).unique(return_counts=True)
@@ -131,8 +131,8 @@ def test_whole_cells_are_kept_and_the_tower_runs_on_them_alone(kind):
                 shuffled = base.pixel_shuffle(grid.view(1, 8, 8, 32), 0.5).flatten(1, 2)
                 expected = base.multi_modal_projector(shuffled)[0]
             else:
-                expected = base.connector(grid)[0]
-            own = found[number] if prefix else found[0].unflatten(0, (2, 16))[number]
+                expected = (base.connector if "connector" in names else base.multi_modal_projector)(grid)[0]
+            own = found[0].unflatten(0, (2, 16))[number] if "connector" in names else found[number]
             there = ~own.isnan().any(1)
             assert there.nonzero()[:, 0].tolist() == cells[0].tolist()
             torch.testing.assert_close(own[there], expected[there], atol=1e-5, rtol=1e-4)
@@ -353,6 +353,17 @@ def test_what_a_shortened_sequence_cannot_do_is_refused_in_one_line():
         run(model, {"input_ids": torch.tensor([[5]])}, cache=cache)
     with pytest.raises(tntprune.UserError, match="every visual token was dropped, or the tower gives NaN"):
         run(model, {**given, "pixel_values": given["pixel_values"] * torch.nan})
+
+
+def test_fillers_are_refused_where_a_sliding_window_would_count_them():
+    model = shortened("gemma3")
+    rows = [[1, None, 5, None], [1, None, *range(3, 20)]]  # of one length
+    given = prompts("gemma3", model, rows)
+    assert given["attention_mask"].all() and run(model, given).logits.isfinite().all()
+    model.config.text_config.sliding_window = 16
+    assert run(model, prompts("gemma3", model, ONE)).logits.isfinite().all()
+    with pytest.raises(tntprune.UserError, match=r"and 2\d are left, more than the sliding window of 16"):
+        run(model, given)
 
 
 def test_return_dict_and_the_model_without_a_head(kind):

@@ -73,6 +73,18 @@ class VisibleProjector:
         return out.masked_fill(missing, torch.nan)
 
 
+class VisiblePooling:
+    """A projector that averages cells of a square of patches, each of them NaN as a whole or not at all."""
+
+    def forward(self: Any, vision_outputs: torch.Tensor) -> torch.Tensor:
+        """Project tokens (B, N, D) to the width of the language model, (B, cells, width); a cell of NaN becomes NaN."""
+        missing = vision_outputs.isnan().any(-1)  # (B, N)
+        side = self.patches_per_image
+        cells = self.avg_pool(missing.view(-1, 1, side, side).to(vision_outputs.dtype)).flatten(1) > 0
+        out: torch.Tensor = super().forward(vision_outputs.masked_fill(missing[:, :, None], 0))  # type: ignore[misc]
+        return out.masked_fill(cells[:, :, None], torch.nan)
+
+
 class ShorteningModel(ReducedModel):
     """A tower, a projector and a language model that sees fewer visual tokens.
 
@@ -216,8 +228,26 @@ class ShorteningModel(ReducedModel):
             for name in ("token_type_ids", "mm_token_type_ids"):
                 if kwargs.get(name) is not None:
                     kwargs[name] = kwargs[name][:, -count:].gather(1, index)
-        mask = torch.cat([before, own], 1).long()
+        mask = torch.cat([before, own], 1)
+        self.check_windows(mask)
+        mask = mask.long()
         return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "cache": cache}, places
+
+    def check_windows(self: Any, mask: torch.Tensor) -> None:
+        """Refuse rows (B, m) with fillers among their tokens where attention counts them in a sliding window.
+
+        Raises:
+            UserError: there are any, and more tokens than the window has.
+        """
+        window = getattr(self.config.get_text_config(), "sliding_window", None)
+        if not window or mask.shape[1] <= window:
+            return
+        if bool((~mask & (mask.cumsum(1) > 0) & (mask.flip(1).cumsum(1).flip(1) > 0)).any()):
+            raise UserError(
+                f"prompts of a batch that lose different numbers of visual tokens, and {mask.shape[1]} are left, more "
+                f"than the sliding window of {window}, which would count those that only fill up; expected one prompt "
+                "at a time, or output='grid'"
+            )
 
     def placed(
         self: Any, given: dict[str, Any], past: int, count: int, device: torch.device, kwargs: dict[str, Any]

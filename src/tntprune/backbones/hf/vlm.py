@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,7 @@ from tntprune.backbones.base import Answer, Backbone, Costs, WordCosts, kind_of
 from tntprune.backbones.hf import clip, idefics3, internvl, qwen, siglip, vit
 from tntprune.backbones.hf.adapter import linears
 from tntprune.backbones.hf.mrope import MropeGenerator, MropeModel
-from tntprune.backbones.hf.shortening import ShorteningGenerator, ShorteningModel, VisibleProjector
+from tntprune.backbones.hf.shortening import ShorteningGenerator, ShorteningModel, VisiblePooling, VisibleProjector
 from tntprune.backbones.hf.towers import ReducedModel, derived
 from tntprune.backbones.prompts import Prompts
 from tntprune.errors import UserError
@@ -67,13 +68,18 @@ class Family:
         return (MropeModel, MropeGenerator) if self.merges else (ShorteningModel, ShorteningGenerator)
 
 
+def _pooled(config: Any) -> int:
+    """Return the patches along one side of a cell that Gemma 3 averages."""
+    return int(config.vision_config.image_size // config.vision_config.patch_size // isqrt(config.mm_tokens_per_image))
+
+
 FAMILIES = (
     Family(llava, "Llava"),
     Family(llava_next, "LlavaNext"),
     Family(vipllava, "VipLlava"),
     Family(paligemma, "PaliGemma", first=1),
     Family(onevision, "LlavaOnevision", cells="it resamples the grid of an image's crops"),
-    Family(gemma3, "Gemma3", cells="its projector averages cells of patches"),
+    Family(gemma3, "Gemma3", joins=_pooled),
     Family(internvl_model, "InternVL", joins=lambda config: round(1 / config.downsample_ratio)),
     *(
         Family(module, name, "vision_model", "connector", "text_model", joins=lambda config: int(config.scale_factor))
@@ -105,7 +111,7 @@ def _made(ending: str, number: int) -> dict[Any, Any]:
 MODELS = _made("Model", 0)
 GENERATORS = _made("ForConditionalGeneration", 1)
 PROJECTORS = {  # and the parts of them that see single tokens
-    kind: derived(kind, VisibleProjector, home=__name__)
+    kind: derived(kind, VisiblePooling if family.name == "Gemma3" else VisibleProjector, home=__name__)
     for family in FAMILIES
     if not (family.cells or family.merges)
     for kind in (
@@ -228,10 +234,7 @@ class VisionLanguage(Backbone):
             )
         full = getattr(model.config, "vision_feature_select_strategy", None) == "full"
         visual = shape.patches + full * shape.prefix
-        if family.name == "Gemma3":
-            visual = model.config.mm_tokens_per_image
-        else:
-            visual //= family.joins(model.config) ** 2
+        visual //= family.joins(model.config) ** 2
         own = linears(projector) + getattr(projector, "mm_input_projection_weight", torch.empty(0)).numel()
         own += sum(5 * part.weight.numel() for part in projector.modules() if isinstance(part, nn.LayerNorm))
         width = sum(attention.k_proj.out_features + attention.v_proj.out_features for _, attention in blocks)
