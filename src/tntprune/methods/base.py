@@ -133,6 +133,11 @@ class Method(nn.Module):
             return self.planned(self.scheduled(patches))
         return self._plan or self.settle()
 
+    @property
+    def untouched(self) -> int:
+        """The last block up to which no pass in training does anything; 0 is the embedding."""
+        return 0
+
     def settle(self) -> Plan:
         """Make the plan of the model's own size, which each pass then reads."""
         self._plan = self.planned(self._steps)

@@ -110,6 +110,10 @@ class Combined(Method):
         own.trained = self.trained
         return tuple(_of_part(block, self.learner) for block in own.plan(patches))
 
+    @property
+    def untouched(self) -> int:
+        return 0 if self.learner is None else self.parts[self.learner].untouched
+
     def planned(self, steps: Sequence[Step]) -> Plan:
         plans = [part.planned([s for s in steps if s.part == number]) for number, part in enumerate(self.parts)]
         return tuple(

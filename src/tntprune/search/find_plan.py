@@ -227,7 +227,7 @@ def _trained(space: Space, found: Shares, seed: int, workers: int | None, progre
         reader = Photos(found.training, transform_for(model, recipe.augmentation), input_mode(model), seed)
         workers = default_workers() if workers is None else workers
         source = PhotoSource(reader, training.batch_size, seed, workers, labelled)
-    train(model, source, training, progress=progress)
+    train(model, source, training, progress=progress, keep=True)
     return Space(space.base, space.template, _learned_by(model), space.blocks)
 
 
