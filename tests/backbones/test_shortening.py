@@ -15,6 +15,7 @@ from tntprune.backbones.attach import base_of, reduction_of
 from tntprune.backbones.base import tower_of
 from tntprune.backbones.hf.shortening import places_of
 from tntprune.backbones.hf.vlm import BY_CLASS
+from tntprune.methods.registry import implement
 from tntprune.reduce import reduce_
 from vlm_models import CELLS_KEPT, IMAGE, ONE, PAD, SEVERAL, SHORTENED, make, pixels, placeholders, prompts, usual
 
@@ -374,3 +375,25 @@ def test_return_dict_and_the_model_without_a_head(kind):
     with torch.inference_mode():
         assert torch.equal(model.lm_head(inner.last_hidden_state), out.logits)
     assert torch.equal(run(model.model, given, return_dict=False)[0], inner.last_hidden_state)
+
+
+class Inside(Random):
+    """Acts between attention and MLP."""
+
+    method = "inside"
+    is_inside = True
+
+
+class InsideMethod(tntprune.ScoringMethod):
+    def score(self, tokens, heads):
+        return tokens.patches.norm(dim=2)
+
+
+def test_a_method_of_ones_own_that_acts_inside_blocks_is_refused_where_cells_are_kept():
+    implement(Inside, InsideMethod)
+    model = reduce_(make("internvl"), Inside(at=2, keep=0.5))
+    assert run(model, prompts("internvl", model, ONE)).logits.isfinite().all()
+    with pytest.raises(
+        tntprune.UserError, match="inside acts inside blocks or reads their attention, and a token is a"
+    ):
+        reduce_(make("internvl"), Inside(at=2, keep=0.5), output="tokens")
