@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tntprune.ops.cells import join_cells, split_cells
+from tntprune.ops.cells import by_cells, join_cells, split_cells
 from tntprune.ops.tokens import NOWHERE, append, merge, start, take
 
 
@@ -21,7 +21,7 @@ def places(cell, width, side):
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_a_cell_is_its_patches_side_by_side(width, side, prefix):
     x = torch.randn(3, prefix + width**2, 5)
-    tokens = start(x, prefix, follow=True)
+    tokens = by_cells(start(x, prefix, follow=True), side)
     cells = join_cells(tokens, side)
     assert cells.x.shape == (3, (width // side) ** 2, side**2 * 5) and cells.prefix == 0
     assert torch.equal(cells.index, cells.carrier) and cells.index[0].tolist() == list(range(cells.count))
@@ -34,7 +34,8 @@ def test_a_cell_is_its_patches_side_by_side(width, side, prefix):
 
 
 def test_what_is_taken_and_merged_stays_with_its_patches():
-    tokens = start(torch.randn(2, 1 + 36, 5), 1, follow=True)
+    x = torch.randn(2, 1 + 36, 5)
+    tokens = by_cells(start(x, 1, follow=True), 2)
     picked = torch.tensor([[5, 0, 7, 3], [1, 8, 2, 4]])
     cells = take(join_cells(tokens, 2), picked)
     patches = split_cells(cells, 2, tokens)
@@ -42,11 +43,12 @@ def test_what_is_taken_and_merged_stays_with_its_patches():
     for image in range(2):
         expected = [place for cell in picked[image].tolist() for place in places(cell, 6, 2)]
         assert patches.index[image].tolist() == expected
-        assert torch.equal(patches.patches[image], tokens.patches[image, expected])
+        assert torch.equal(patches.patches[image], x[image, 1:][expected])
         carried = [patches.index[image, at].item() if at >= 0 else -1 for at in patches.carrier[image].tolist()]
         assert carried == [place if place in expected else -1 for place in range(36)]
-    again = join_cells(patches, 2)  # now in the order of the grid
-    assert again.index.tolist() == [sorted(row) for row in picked.tolist()]
+    again = join_cells(patches, 2)
+    assert torch.equal(again.index, picked) and torch.equal(again.x, cells.x)
+    assert torch.equal(again.carrier, cells.carrier)
     into = torch.tensor([1])
     merged = merge(again, torch.tensor([[0], [0]]), into, torch.tensor([[2], [3]]), torch.tensor([[0], [0]]))
     out = split_cells(merged, 2, patches)
@@ -60,7 +62,7 @@ def test_what_is_taken_and_merged_stays_with_its_patches():
 
 
 def test_cells_without_a_place_stay_without_one():
-    tokens = start(torch.randn(1, 16, 3), 0)
+    tokens = by_cells(start(torch.randn(1, 16, 3), 0), 2)
     cells = append(join_cells(tokens, 2), torch.randn(1, 1, 12))
     patches = split_cells(cells, 2, tokens)
     assert patches.index[0, 16:].tolist() == [NOWHERE] * 4

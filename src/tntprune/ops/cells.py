@@ -12,33 +12,33 @@ from math import isqrt
 
 import torch
 
-from tntprune.ops.tokens import NOWHERE, Tokens, pick
+from tntprune.ops.tokens import NOWHERE, Tokens, take
+
+
+def by_cells(tokens: Tokens, side: int) -> Tokens:
+    """Put all patches of a grid, which stand row by row, in the order of their cells, and row by row in each."""
+    order = _numbers(tokens.grid_size, side, tokens.x.device).argsort()
+    return take(tokens, order.expand(len(tokens.x), -1))
 
 
 def join_cells(tokens: Tokens, side: int) -> Tokens:
     """Make one token of each cell, (B, prefix + n, D) to (B, n / side², side² * D), without prefix tokens.
 
     Args:
-        tokens: Patches of whole cells: all of them, or what `split_cells` gave.
+        tokens: Patches of whole cells, cell by cell.
         side: Patches along one side of a cell.
     """
-    unit, inner = side**2, _numbers(tokens.grid_size, side, tokens.x.device)
-    there = tokens.index.masked_fill(tokens.index == NOWHERE, tokens.grid_size)
-    order = inner[there].argsort(dim=1, stable=True)  # (B, n), cell by cell
-    index = tokens.index.gather(1, order)[:, ::unit]  # (B, n / unit), the first patch of each
-    cells = torch.where(index == NOWHERE, NOWHERE, inner[index.clamp(min=0)] // unit)
-    carrier = tokens.carrier
+    unit, number = side**2, _numbers(tokens.grid_size, side, tokens.x.device)
+    index, carrier = tokens.index[:, ::unit], tokens.carrier  # (B, n / unit), the first patch of each
     if carrier is not None:
-        first = inner[:-1].argsort()[::unit]  # (N / unit,), of each cell of the grid the place of its first patch
-        found = carrier[:, first]
-        position = order.argsort(1).gather(1, found.clamp(min=0)) // unit
-        carrier = torch.where(found >= 0, position, -1)
+        found = carrier[:, number.argsort()[::unit]]  # (B, N / unit)
+        carrier = torch.where(found >= 0, found // unit, -1)
     return replace(
         tokens,
-        x=pick(tokens.patches, order).unflatten(1, (-1, unit)).flatten(2),
-        index=cells,
+        x=tokens.patches.unflatten(1, (-1, unit)).flatten(2),
+        index=torch.where(index == NOWHERE, NOWHERE, number[index.clamp(min=0)] // unit),
         prefix=0,
-        size=None if tokens.size is None else tokens.size.gather(1, order)[:, ::unit],
+        size=None if tokens.size is None else tokens.size[:, ::unit],
         carrier=carrier,
         grid_size=tokens.grid_size // unit,
         logs=None,
@@ -54,7 +54,7 @@ def split_cells(cells: Tokens, side: int, tokens: Tokens) -> Tokens:
         tokens: From which they were joined, with the prefix tokens.
     """
     unit = side**2
-    places = _numbers(tokens.grid_size, side, cells.x.device)[:-1].argsort().view(-1, unit)  # (N / unit, unit)
+    places = _numbers(tokens.grid_size, side, cells.x.device).argsort().view(-1, unit)  # (N / unit, unit)
     index = places[cells.index.clamp(min=0)]  # (B, m, unit)
     index = torch.where(cells.index[:, :, None] == NOWHERE, NOWHERE, index)
     carrier = cells.carrier
@@ -76,9 +76,8 @@ def split_cells(cells: Tokens, side: int, tokens: Tokens) -> Tokens:
 
 
 def _numbers(total: int, side: int, device: torch.device) -> torch.Tensor:
-    """Return each patch's number when patches are counted cell by cell, (N + 1,); the last is for none."""
+    """Return each patch's number when patches are counted cell by cell, (N,)."""
     width = isqrt(total)
     row, column = (torch.arange(width, device=device).view(shape) for shape in ((-1, 1), (1, -1)))
     cell = row // side * (width // side) + column // side
-    number = cell * side**2 + row % side * side + column % side
-    return torch.cat([number.flatten(), number.new_tensor([total])])
+    return (cell * side**2 + row % side * side + column % side).flatten()
