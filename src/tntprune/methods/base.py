@@ -83,6 +83,7 @@ class Method(nn.Module):
     unsaved: bool = False  # whether they were trained and not saved since
     warned: bool = False  # whether `warn_uncalibrated` has been called in a forward pass
     cell: int = 1  # patches along a side of what is kept or dropped as a whole: one token, to the method
+    last_block: str = "all"  # what the model's forward computes there: "all" tokens, or the "prefix" tokens alone
     output: str = ""  # what the tower of a larger model gives to what follows; see `Backbone.outputs`
 
     def __init__(self, config: Config, layout: Layout) -> None:
@@ -169,6 +170,11 @@ class Method(nn.Module):
     def unfold(self, tokens: Tokens) -> Tokens:
         """Return the tokens with those back among them that the method carries along elsewhere."""
         return tokens
+
+    @property
+    def spares_prefix(self) -> bool:
+        """Whether nothing that it does in the last block, or behind it, changes prefix tokens."""
+        return True
 
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         """Return what is added to the logits of each key in a block's attention, (B, 1, 1, prefix + n), or None."""

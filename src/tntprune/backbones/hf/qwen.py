@@ -105,7 +105,8 @@ class HuggingFaceQwen(Backbone):
             norm = 5 * width if isinstance(block.norm1, nn.LayerNorm) else 0  # as fvcore counts it
             full = windows == 1 or number in tower.fullatt_block_indexes
             pair = unit**2 * 2 * width // (1 if full else windows)
-            blocks.append(BlockCost(unit * (linears(block.attn) + norm), pair, unit * (linears(block.mlp) + norm)))
+            attention, mlp = (unit * (linears(part) + norm) for part in (block.attn, block.mlp))
+            blocks.append(BlockCost(attention, pair, mlp, key=unit * (2 * width**2 + norm)))
         merger = linears(tower.merger) + 5 * unit * width
         for number, own in zip(
             getattr(tower, "deepstack_visual_indexes", ()), getattr(tower, "deepstack_merger_list", ()), strict=True
@@ -118,7 +119,7 @@ class HuggingFaceQwen(Backbone):
         embed = shape.patches * unit * tower.patch_embed.proj.weight.numel()
         return Costs(embed, tuple(blocks), merger, 0, 0)
 
-    def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
+    def answer(self, model: nn.Module, images: torch.Tensor, narrow: bool = False) -> Answer:
         tower: Any = model
         if isinstance(tower, QwenTower):
             return self.judge(model, tower.walk(images))

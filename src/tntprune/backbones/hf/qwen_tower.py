@@ -272,7 +272,7 @@ class QwenTower(ReducedModel, Reduced):
 
     def walk(
         self: Any, images: torch.Tensor, visit: Visit | None = None, made: Visit | None = None, follow: bool = False,
-        last: int | None = None, **options: Any,
+        last: int | None = None, narrow: bool = False, **options: Any,
     ) -> Tokens:  # fmt: skip
         """Walk from images (B, C, H, W) to the tokens that leave the last block, before the merger."""
         patches, shapes = patches_of(self, images)
