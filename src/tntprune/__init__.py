@@ -15,15 +15,19 @@ if TYPE_CHECKING:
     from tntprune.errors import UsageError, UserError
     from tntprune.exporters.export import export
     from tntprune.methods import (
+        ATC,
         ATS,
         DTEM,
+        MCTF,
         TNT,
         AViT,
         DiffRate,
         DynamicViT,
         EViT,
         EvoViT,
+        PiToMe,
         Random,
+        ToFu,
         ToMe,
         TopK,
         ZeroTPrune,
@@ -40,16 +44,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "ATS", "DTEM", "TNT", "AViT", "Config", "DiffRate", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "Random",
-    "ScoringMethod", "ToMe", "Tokens", "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_", "embed",
-    "evaluate", "export", "features", "find_plan", "load_", "macs", "option", "push", "record", "reduce_",
+    "ATC", "ATS", "DTEM", "MCTF", "TNT", "AViT", "Config", "DiffRate", "DynamicViT", "EViT", "EvoViT", "Layout",
+    "Method", "PiToMe", "Random", "ScoringMethod", "ToFu", "ToMe", "Tokens", "TopK", "UsageError", "UserError",
+    "ZeroTPrune", "calibrate_", "embed", "evaluate", "export", "features", "find_plan", "load_", "macs", "option",
+    "push", "record", "reduce_",
     "register_method", "restore_", "save", "vit16",
 ]  # fmt: skip
 
 _HOMES = {
     **dict.fromkeys(
-        ("ATS", "DTEM", "TNT", "AViT", "DiffRate", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK",
-         "ZeroTPrune", "register_method"), "methods"
+        ("ATC", "ATS", "DTEM", "MCTF", "TNT", "AViT", "DiffRate", "DynamicViT", "EViT", "EvoViT", "PiToMe", "Random",
+         "ToFu", "ToMe", "TopK", "ZeroTPrune", "register_method"), "methods"
     ), "Config": "methods.config", "option": "methods.config", "Layout": "methods.base", "Method": "methods.base",
     "ScoringMethod": "methods.base",
     "Tokens": "ops.tokens", "UsageError": "errors", "UserError": "errors",

@@ -32,6 +32,7 @@ class Layout(NamedTuple):
         attn_dim: Width of all heads together.
         pool: What the head reads: "token" for the CLS token, else how the tokens are pooled.
         opens: Whether its blocks can be run in halves, with a view of their attention.
+        weighs: Where they cannot: whether the sizes of merged tokens can count in their attention.
         costs: Multiply-accumulates of each block: of its attention for each token, of its attention for each pair of
             tokens, of its MLP for each token. Empty where nobody asked the model.
     """
@@ -47,12 +48,21 @@ class Layout(NamedTuple):
     attn_dim: int = 0
     pool: str = "token"
     opens: bool = True
+    weighs: bool = False
     costs: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def patches(self) -> int:
         """N, the patch tokens of the unpruned model."""
         return self.grid[0] * self.grid[1]
+
+    def of_cells(self, side: int) -> Layout:
+        """Return what is left of it where a token is a cell of side x side patches: see `ops.cells`."""
+        if side == 1:
+            return self
+        rows, columns = (size // side for size in self.grid)
+        width = self.embed_dim * side**2
+        return self._replace(embed_dim=width, prefix=0, grid=(rows, columns), opens=False, weighs=True)
 
 
 class Method(nn.Module):
@@ -76,6 +86,8 @@ class Method(nn.Module):
     calibrated: bool = True  # whether its parameters were trained or loaded
     unsaved: bool = False  # whether they were trained and not saved since
     warned: bool = False  # whether `warn_uncalibrated` has been called in a forward pass
+    cell: int = 1  # patches along a side of what is kept or dropped as a whole: one token, to the method
+    last_block: str = "all"  # what the model's forward computes there: "all" tokens, or the "prefix" tokens alone
     output: str = ""  # what the tower of a larger model gives to what follows; see `Backbone.outputs`
 
     def __init__(self, config: Config, layout: Layout) -> None:
@@ -162,6 +174,11 @@ class Method(nn.Module):
     def unfold(self, tokens: Tokens) -> Tokens:
         """Return the tokens with those back among them that the method carries along elsewhere."""
         return tokens
+
+    @property
+    def spares_prefix(self) -> bool:
+        """Whether nothing that it does in the last block, or behind it, changes prefix tokens."""
+        return True
 
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         """Return what is added to the logits of each key in a block's attention, (B, 1, 1, prefix + n), or None."""

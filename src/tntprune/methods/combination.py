@@ -127,6 +127,10 @@ class Combined(Method):
     def sees(self, step: Step) -> Literal["", "heads", "map"]:
         return self.parts[step.part].sees(step)
 
+    @property
+    def spares_prefix(self) -> bool:
+        return all(part.spares_prefix for part in self.parts)
+
     def member(self, number: int) -> Method:
         return self.parts[number]
 

@@ -153,12 +153,13 @@ class DecoupledMerging(TokenMerging):
         return tokens
 
     def macs(self, step: Step) -> int:
-        """Count the embedding, the comparisons, and D for each token that is merged away."""
+        """Count the embedding, the comparisons, and D for each token that is averaged with others."""
         width, layout = self.config.width, self.layout
         norm = 5 * layout.embed_dim * (self.config.metric == "x")
-        pairs = sum((count // 2) * (count - count // 2) for count, _ in passes(step))
+        pairs = sum(self.comparisons(count, gone) for count, gone in passes(step))
         own = step.entering * (self.read_width() * width + norm) + pairs * width
-        return own + (step.entering - step.leaving) * layout.embed_dim
+        averaged = 0 if self.average(step.place.block) == "none" else step.entering - step.leaving
+        return own + averaged * layout.embed_dim
 
     @classmethod
     def obstacle(cls, layout: Layout, config: Config | None = None) -> str | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tntprune.backbones.blocks import Inside
 from tntprune.backbones.reduced import Reduced
 from tntprune.methods.steps import Plan, begins
 from tntprune.ops.tokens import Tokens
@@ -50,11 +48,4 @@ def finish(tower: Reduced, tokens: Tokens, everywhere: Any, plan: Plan | None, f
     depth = len(tower.blocks)
     if not narrow or first == depth or not (plan is None or plan[depth].idle):
         return tower.onward(tokens, everywhere, plan, first)
-    return run_for_prefix(tower, *tower.advance(tokens, everywhere, plan, first, depth - 1))
-
-
-def run_for_prefix(tower: Reduced, tokens: Tokens, places: Any) -> Tokens:
-    """Run the last block for the prefix tokens alone, which see all others: (B, prefix + n, D) to (B, prefix, D)."""
-    number = len(tower.blocks)
-    inside = Inside(bias=tower.reduction.bias(tokens, number), queries=tokens.prefix)
-    return replace(tokens, x=tower.run(number, tokens.x, places, inside), block=number)
+    return tower.run_for_prefix(*tower.advance(tokens, everywhere, plan, first, depth - 1), apart=False)
