@@ -412,6 +412,8 @@ def test_a_scorer_of_the_tower_alone_is_trained_on_images(kind):
     tntprune.calibrate_(tower, torch.randn(4, 3, 16, 24), epochs=2, batch_size=2, progress=False)
     changed = {name for name, value in tower.state_dict().items() if not torch.equal(value, before[name])}
     assert changed and all(name.startswith("reduction.") for name in changed)
+    with pytest.raises(tntprune.UserError, match="cannot be searched"):
+        tntprune.find_plan(tower, torch.randn(16, 3, 16, 24), macs=0.7, photos=16, progress=False)
 
 
 def test_half_precision_and_eager_attention(kind):

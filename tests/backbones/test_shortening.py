@@ -397,3 +397,11 @@ def test_a_method_of_ones_own_that_acts_inside_blocks_is_refused_where_cells_are
         tntprune.UserError, match="inside acts inside blocks or reads their attention, and a token is a"
     ):
         reduce_(make("internvl"), Inside(at=2, keep=0.5), output="tokens")
+
+
+def test_what_learned_nothing_is_loaded_for_cells_and_for_patches(tmp_path):
+    merging = ToMe(at=2, r=2, inside=False, metric="x")
+    tntprune.save(reduce_(make("internvl"), merging, output="tokens"), tmp_path)
+    for output in ("grid", "tokens"):
+        loaded = tntprune.load_(make("internvl"), tmp_path, output=output)
+        assert reduction_of(loaded).output == output and reduction_of(loaded).config == merging

@@ -146,7 +146,7 @@ def _parse(given: list[str]) -> Callable[[], int]:
         if end.code in (0, None):
             raise
         told = (_unknown_flag(name, given[1:]) if name in COMMANDS else "") or _one_line(errors.getvalue())
-        raise UsageError(f"{told}; see {prog} --help") from None
+        raise UsageError(f"{told.rstrip(".")}; see {prog} --help") from None
 
 
 def _short_help(given: Sequence[str]) -> contextlib.AbstractContextManager[Any]:

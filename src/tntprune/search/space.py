@@ -44,6 +44,11 @@ class Space:
         last_block: str = "all",
     ) -> None:
         backbone = find_backbone(model)
+        if not backbone.in_parts:
+            raise UserError(
+                f"{type(model).__name__} cannot be searched: its blocks cannot be run one by one; expected a model of "
+                "images alone that can, or a schedule of your own, tntprune.reduce_(model, ...)"
+            )
         self.base = base_of(model)
         self.layout, self.costs = backbone.layout(self.base), backbone.costs(self.base)
         self.patches, self.depth = self.layout.patches, self.layout.depth

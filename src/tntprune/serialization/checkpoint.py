@@ -185,7 +185,7 @@ def load_(
     if untrained := next((part.method for part in more if part.must_train), None):
         raise UsageError(f"{untrained} has to be trained first; expected further reductions that need no training")
     output = output or saved.output or None
-    layout = layout_for(model, output)
+    layout = layout_for(model, saved.output or output)  # as it was saved
     cell, own_cell = (find_backbone(model).cell(model, one or "") for one in (output, saved.output))
     if saved.learned and saved.output and cell != own_cell:
         raise UserError(
