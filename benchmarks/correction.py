@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tntprune.data.loading import Photos, collate
 from tntprune.data.transforms import transform_for
 from tntprune.methods import Config
 from tntprune.system.environment import stamp
-from tntprune.system.storage import make_folder, write
+from tntprune.system.storage import make_folder, packed, read_weights, write
 from tntprune.training.run_folder import ended
 from untrained import judged
 
@@ -52,6 +53,7 @@ class Bench:
     """
 
     def __init__(self, data: Path, out: Path) -> None:
+        make_folder(out)
         self.weights, self.out = data / f"{MODEL}.safetensors", out
         self.lab = Lab(data, out / "method")
         self.scorers = out / "method" / "whole-1000-0"
@@ -59,9 +61,17 @@ class Bench:
             self.lab.train(WHOLE, self.lab.photos["all"], 0)
         self.calibration = torch.cat([images for images, _ in self.read("all")])
         self.batches = self.read("val")
-        with torch.inference_mode():
-            plain = self.model()
-            self.truth = [plain(images) for images, _ in tqdm(self.batches, desc="unpruned", unit="batch")]
+        self.truth = self.unpruned()
+
+    def unpruned(self) -> list[torch.Tensor]:
+        """Return the unpruned model's logits for each batch, which are kept too."""
+        file = self.out / "unpruned.safetensors"
+        if not file.exists():
+            model = self.model()
+            with torch.inference_mode():
+                said = [model(images) for images, _ in tqdm(self.batches, desc="unpruned", unit="batch")]
+            write(file, packed({"logits": torch.cat(said)}))
+        return list(read_weights(file)["logits"].split(50))
 
     def model(self) -> nn.Module:
         return load_model(MODEL, self.weights).eval()
@@ -82,43 +92,44 @@ class Bench:
         seconds = time.perf_counter() - begin
         found = {"name": name, "before": before, "after": judged(model, self.batches, self.truth), "seconds": seconds}
         print(found, flush=True)
-        make_folder(self.out)
         write(file, json.dumps(found).encode())
         return found
 
 
-def settings(bench: Bench) -> dict[str, tuple[Callable[[nn.Module], nn.Module], Config]]:
-    """Return how each reduction is put on a model: TNT's by name, and ToMe's of the same cost."""
-    found: dict[str, tuple[Callable[[nn.Module], nn.Module], Config]] = {}
+def settings(bench: Bench) -> list[tuple[str, str, Callable[[nn.Module], nn.Module]]]:
+    """Return each row's method, its reduction, and how that is put on a model."""
+    tnts, tomes = [], []
     plain = bench.model()
     for keep in KEEPS:
-        tnt: dict[str, Any] = {"at": 3, "keep": keep}
-        found[f"after block 3, K = {keep:g}"] = (
-            lambda m, tnt=tnt: load_(m, "pretrained", **tnt), ToMe(at=3, keep=keep, inside=False),
-        )  # fmt: skip
+        name, own = f"after block 3, K = {keep:g}", ToMe(at=3, keep=keep, inside=False)
+        tnts.append(("TNT", name, partial(load_, source="pretrained", at=3, keep=keep)))
+        tomes.append(("ToMe", name, partial(_reduced, config=own)))
     for budget, plan in PLANS.items():
+        name, own = f"whole model, at most {budget:.3f}", fitted(restore_(plain), lambda k: ToMe(keep=k), budget * 1e9)
         counts: dict[str, Any] = {"at": tuple(plan), "tokens": tuple(plan.values())}
-        tome = fitted(restore_(plain), lambda k: ToMe(keep=k), budget * 1e9)
-        found[f"whole model, at most {budget:.3f}"] = (
-            lambda m, counts=counts: load_(m, bench.scorers, **counts), tome,
-        )  # fmt: skip
-    return found
+        tnts.append(("TNT", name, partial(load_, source=bench.scorers, **counts)))
+        tomes.append(("ToMe", name, partial(_reduced, config=own)))
+    return tnts + tomes
 
 
-def main(data: Path, out: Path, page: Path = Path("docs/results/correction.md")) -> None:
+def _reduced(model: nn.Module, config: Config) -> nn.Module:
+    return reduce_(model, config)
+
+
+def main(data: Path, out: Path, page: Path = Path("docs/results/correction.md"), only: tuple[str, ...] = ()) -> None:
     """Measure every row and write the page.
 
     Args:
         data: The folder with the weights, calibration-1000 and imagenet-val-1300.
         out: Where scorers and rows are kept.
         page: The page to write.
+        only: Words of the rows to measure now, such as TNT and 0.51; no page is written then.
     """
     bench = Bench(data, out)
-    rows, several = [], settings(bench)
-    for name, (tnt, _) in several.items():
-        rows.append(("TNT", name, bench.row(f"TNT {name}", tnt)))
-    for name, (_, tome) in several.items():
-        rows.append(("ToMe", name, bench.row(f"ToMe {name}", lambda m, tome=tome: reduce_(m, tome))))
+    wanted = [row for row in settings(bench) if all(word in row[0] + row[1] for word in only)]
+    rows = [(method, name, bench.row(f"{method} {name}", make)) for method, name, make in wanted]
+    if only:
+        return
     lines = [
         f"| {method} | {name} | {row['before']['macs'] / 1e9:.3f} | {row['before']['top1']:.1f} | {row['after']['top1']:.1f} "
         f"| {row['before']['kl']:.3f} | {row['after']['kl']:.3f} |"

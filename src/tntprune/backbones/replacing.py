@@ -38,6 +38,12 @@ def take_back(tower: Any) -> None:
             setattr(holder, last, own)
 
 
+def undo(tower: Any) -> None:
+    """Take back a correction for good."""
+    take_back(tower)
+    tower.reduction.replaced, tower.reduction.corrected = {}, 0
+
+
 def replaced_weights(tower: Any) -> dict[str, torch.Tensor]:
     """Return the values that a reduction put in the place of a tower's own, by name; none if it put none there."""
     return {name: _found(tower, name)[2].detach() for name in tower.reduction.replaced}

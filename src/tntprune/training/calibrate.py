@@ -14,7 +14,8 @@ from torch import nn
 from tqdm import tqdm
 
 from tntprune.backbones.attach import device_of, reduction_of
-from tntprune.backbones.base import find_backbone
+from tntprune.backbones.base import find_backbone, tower_of
+from tntprune.backbones.replacing import undo
 from tntprune.data.batches import LoaderSource, PhotoSource, Source, TensorSource
 from tntprune.data.datasets import open_photos
 from tntprune.data.loading import Photos, default_workers
@@ -63,6 +64,13 @@ def fit(
         raise UserError(
             "the model was made under torch.inference_mode(), so it cannot be trained; expected one made outside of it"
         )
+    if method.corrected:
+        if training.backbone_lr:
+            raise UserError(
+                "the model was corrected for its reduction, which goes with its own weights as they are; expected the "
+                "reduction without a correction to fine-tune the model under (tntprune.reduce_ again)"
+            )
+        undo(tower_of(model))
     was, before = (
         (method.calibrated, method.unsaved),
         {name: value.clone() for name, value in method.state_dict().items()},
@@ -180,7 +188,13 @@ def calibrate_(
         source = LoaderSource(data, backbone.prompts)
     if correct:
         check_correctable(model, options)
-    if correct != "only" and (reduction_of(model).trains or not correct):
+    if correct and (correct == "only" or not reduction_of(model).trains):
+        if training:
+            told = f"{min(training)}={training[min(training)]!r}"
+            raise UsageError(
+                f"{told}: nothing is trained here; expected correct={correct!r} without options of a training"
+            )
+    else:
         fit(model, source, options, progress=progress)
     if correct:
         correct_(model, images_of(model, data, progress, workers), progress)

@@ -21,7 +21,7 @@ from tntprune.analysis.batches import photo_batches, pixel_batches
 from tntprune.backbones.attach import device_of, reduction_of
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.reduced import Reduced
-from tntprune.backbones.replacing import replace_weights, take_back
+from tntprune.backbones.replacing import replace_weights, undo
 from tntprune.data.datasets import open_photos
 from tntprune.data.streams import Stream
 from tntprune.errors import UsageError, UserError
@@ -133,8 +133,7 @@ def correct_(model: nn.Module, batches: Iterable[torch.Tensor], progress: bool =
     """
     layers, method, tower = projections(model), reduction_of(model), tower_of(model)
     assert isinstance(tower, Reduced)
-    take_back(tower)
-    method.replaced, method.corrected = {}, 0
+    undo(tower)
     narrow = method.layout.cls and method.layout.pool == "token"  # nothing reads patches behind the last attention
     with _evaluating(model):
         both = _Both(tower, _limited(batches, device_of(model)))
@@ -147,7 +146,7 @@ def correct_(model: nn.Module, batches: Iterable[torch.Tensor], progress: bool =
             if ridge is not None:
                 _apply(tower, layer, scale, ridge)
             both.advance(number)
-    method.corrected = both.images
+    method.corrected = both.images if method.replaced else 0
     method.unsaved = True
     return both.images
 

@@ -53,7 +53,7 @@ class Ridge:
             weight: (B, n), at least 0.
             first: The number of the first image; image i belongs to fold i % FOLDS.
         """
-        for fold in range(min(FOLDS, len(features))):
+        for fold in range(FOLDS):
             own = slice((fold - first) % FOLDS, None, FOLDS)
             a, r, w = (part[own].flatten(0, 1).double() for part in (features, residual, weight[:, :, None]))
             a = torch.cat([a, a.new_ones(len(a), 1)], 1)  # (rows, d + 1)
