@@ -80,9 +80,13 @@ class Bench:
         photos = Photos(self.lab.photos[name], transform_for(self.lab.model))
         return [(b.images, b.labels) for b in tqdm(DataLoader(photos, 50, collate_fn=collate), desc=name, unit="batch")]
 
-    def row(self, name: str, make: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
+    def file(self, method: str, name: str) -> Path:
+        """Return where a row is kept."""
+        return self.out / f"{method} {name}.json".replace(" ", "-")
+
+    def row(self, method: str, name: str, make: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
         """Measure one reduction without and with its correction."""
-        file = self.out / f"{name.replace(' ', '-')}.json"
+        file = self.file(method, name)
         if file.exists():
             return json.loads(file.read_text())  # type: ignore[no-any-return]
         model = make(self.model())
@@ -90,7 +94,12 @@ class Bench:
         begin = time.perf_counter()
         calibrate_(model, self.calibration, correct="only")
         seconds = time.perf_counter() - begin
-        found = {"name": name, "before": before, "after": judged(model, self.batches, self.truth), "seconds": seconds}
+        found = {
+            "name": f"{method} {name}",
+            "before": before,
+            "after": judged(model, self.batches, self.truth),
+            "seconds": seconds,
+        }
         print(found, flush=True)
         write(file, json.dumps(found).encode())
         return found
@@ -123,13 +132,13 @@ def main(data: Path, out: Path, page: Path = Path("docs/results/correction.md"),
         data: The folder with the weights, calibration-1000 and imagenet-val-1300.
         out: Where scorers and rows are kept.
         page: The page to write.
-        only: Words of the rows to measure now, such as TNT and 0.51; no page is written then.
+        only: Words of the rows to measure now, such as TNT and 0.51; the page has these and those measured before.
     """
-    bench = Bench(data, out)
-    wanted = [row for row in settings(bench) if all(word in row[0] + row[1] for word in only)]
-    rows = [(method, name, bench.row(f"{method} {name}", make)) for method, name, make in wanted]
-    if only:
-        return
+    bench, rows = Bench(data, out), []
+    for method, name, make in settings(bench):
+        wanted = all(word in method + name for word in only)
+        if wanted or bench.file(method, name).exists():
+            rows.append((method, name, bench.row(method, name, make)))
     lines = [
         f"| {method} | {name} | {row['before']['macs'] / 1e9:.3f} | {row['before']['top1']:.1f} | {row['after']['top1']:.1f} "
         f"| {row['before']['kl']:.3f} | {row['after']['kl']:.3f} |"
@@ -157,7 +166,7 @@ Divergence: mean KL divergence from the unpruned model, in nats. One correction 
 
 Written by `python benchmarks/correction.py --data ../shared/data --out runs/correction` on {{stamp}}.
 
-TNT after block 3 has the scorers that come with the library, in the whole model those of one training (310 steps) and the plans of
+Rows of the script that are missing here have not been run. TNT after block 3 has the scorers that come with the library, in the whole model those of one training (310 steps) and the plans of
 [TNT in detail](tnt.md). ToMe acts in every block there, with one keep rate.
 """
 

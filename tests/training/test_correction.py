@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from conftest import make, photos_for
 from tntprune import (
     TNT,
+    Random,
     ToMe,
     UsageError,
     UserError,
@@ -24,6 +25,7 @@ from tntprune import (
 )  # fmt: skip
 from tntprune.analysis.evaluate import evaluate
 from tntprune.backbones.attach import base_of, reduction_of
+from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.digits_vit import digits_vit
 from tntprune.backbones.replacing import replaced_weights
 from tntprune.cli.main import main
@@ -142,7 +144,45 @@ def test_only_projections_of_later_blocks_change():
     assert changed
 
 
-@pytest.mark.parametrize("kind", ["plain", "distilled", "beit", "eva02"])
+@pytest.mark.parametrize("kind", ["plain", "registers", "layer_scale", "beit"])
+def test_tokens_behind_the_attention_come_nearer_to_the_unpruned_models(kind):
+    """Also behind a LayerScale, where the change of the weights is another one than that of the tokens."""
+    model = reduce_(make(kind), Random(at=1, keep=0.5))
+    images, seen = photos_for(model, 60), []
+
+    def lacking():
+        seen.clear()
+        for one in (base_of(model), model):
+            handle = one.blocks[1].norm2.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))
+            one(images)
+            handle.remove()
+        whole, own = (tokens[:, : model.num_prefix_tokens] for tokens in seen)
+        return float((whole.mean(1) - own.mean(1)).square().sum())
+
+    before = lacking()
+    calibrate_(model, images, **QUIET)
+    assert "blocks.1.attn.proj.weight" in replaced_weights(model)
+    assert lacking() < 0.9 * before
+
+
+@pytest.mark.parametrize("kind", ["vit_classifier", "clip_vision"])
+def test_models_of_transformers(kind, tmp_path):
+    pytest.importorskip("transformers")
+    from hf_models import make as make_hf
+
+    base = make_hf(kind)
+    before = weights(base)
+    model = reduce_(base, ToMe(at=1, keep=0.5))
+    size = find_backbone(model).input_size(model)
+    images = torch.randn(20, *size, generator=torch.Generator().manual_seed(0))
+    calibrate_(model, images, **QUIET)
+    assert replaced_weights(tower_of(model))
+    save(model, tmp_path)
+    assert same(weights(load_(make_hf(kind), tmp_path)), weights(model))
+    assert same(weights(restore_(model)), before)
+
+
+@pytest.mark.parametrize("kind", ["distilled", "no_cls", "beit", "rope_mixed"])
 def test_restored_is_the_base_bit_for_bit(kind):
     model = make(kind)
     before, classes = weights(model), [type(module) for module in model.modules()]

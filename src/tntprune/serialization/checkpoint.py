@@ -236,7 +236,7 @@ def _correction(saved: SavedReduction, model: nn.Module, config: Config, more: b
         )
         return {}
     base = base_of(model)
-    own = {name: value for name, value in tower_of(base).named_parameters() if name in saved.correction}
+    own = {name: value.detach() for name, value in tower_of(base).named_parameters() if name in saved.correction}
     if len(own) < len(saved.correction):
         odd = min(set(saved.correction) - set(own))
         raise UserError(

@@ -191,9 +191,7 @@ def calibrate_(
     if correct and (correct == "only" or not reduction_of(model).trains):
         if training:
             told = f"{min(training)}={training[min(training)]!r}"
-            raise UsageError(
-                f"{told}: nothing is trained here; expected correct={correct!r} without options of a training"
-            )
+            raise UsageError(f"{told}: nothing is trained here; expected no options of a training beside correct")
     else:
         fit(model, source, options, progress=progress)
     if correct:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -39,10 +40,10 @@ class Ridge:
     """
 
     def __init__(self, width: int, out: int, device: torch.device) -> None:
-        kind = {"dtype": torch.float64, "device": device}
-        self.products = torch.zeros(FOLDS, width + 1, width + 1, **kind)  # type: ignore[arg-type]  # of features and 1
-        self.targets = torch.zeros(FOLDS, width + 1, out, **kind)  # type: ignore[arg-type]
-        self.squares = torch.zeros(FOLDS, **kind)  # type: ignore[arg-type]
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self.products = zeros(FOLDS, width + 1, width + 1)  # of features and 1
+        self.targets = zeros(FOLDS, width + 1, out)
+        self.squares = zeros(FOLDS)
 
     def add(self, features: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, first: int) -> None:
         """Add the rows of some images.

@@ -86,7 +86,8 @@ class HuggingFace(Backbone):
 
     def projection(self, block: nn.Module) -> tuple[nn.Linear, torch.Tensor | None] | None:
         parts = self.anatomy.parts(block)
-        return (parts.project, None) if parts.join is as_it_is else None
+        plain = parts.join is as_it_is or isinstance(parts.join, nn.Dropout)
+        return (parts.project, None) if plain else None
 
     def costs(self, model: nn.Module) -> Costs:
         tower, shape = self.tower(model), self.layout(model)
