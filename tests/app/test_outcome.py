@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
-import tntprune
-from tntprune.app.choices import ExploredModel
+from tntprune.app.choices import ExploredModel, names_of
 from tntprune.app.outcome import guesses, heat_map, outcome, view
 from tntprune.data.images import BadImage
 
@@ -23,10 +23,10 @@ def photo(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("method", ["tnt", "tome", "evit", "ats", "avit", "evovit", "random"])
+@pytest.mark.parametrize("method", ["tnt", "tome", "pitome", "tofu", "mctf", "evit", "ats", "avit", "evovit", "random"])
 def test_an_outcome_has_a_picture_for_each_block_and_what_it_costs(digits, photo, method):
     seen = view(photo, digits.model)
-    found = outcome(digits.model, digits.reduced(method, 0.6), seen)
+    found = outcome(digits, digits.reduced(method, 0.6), seen)
     assert len(found.pictures) == len(found.scores) == len(found.counts) == 7
     assert all(picture.shape == seen.pixels.shape and picture.dtype == np.uint8 for picture in found.pictures)
     assert found.counts[0] == 64 >= found.counts[-1] >= 1
@@ -37,20 +37,20 @@ def test_an_outcome_has_a_picture_for_each_block_and_what_it_costs(digits, photo
 
 
 def test_a_method_that_was_not_trained_says_so(digits, photo):
-    found = outcome(digits.model, digits.reduced("dynamicvit", 0.6), view(photo, digits.model))
+    found = outcome(digits, digits.reduced("dynamicvit", 0.6), view(photo, digits.model))
     assert "was not trained" in found.note
-    assert outcome(digits.model, digits.reduced("tnt", 0.6), view(photo, digits.model)).note == ""
+    assert outcome(digits, digits.reduced("tnt", 0.6), view(photo, digits.model)).note == ""
 
 
 def test_a_model_without_classes_has_a_cosine_and_no_guesses(photo):
     explored = ExploredModel("digits_vit")
     explored.model.reset_classifier(0)
-    found = outcome(explored.model, explored.reduced("tome", 0.6), view(photo, explored.model))
+    found = outcome(explored, explored.reduced("tome", 0.6), view(photo, explored.model))
     assert found.before == found.after == [] and 0 < found.cosine < 1.001
 
 
 def test_the_same_model_agrees_with_itself(digits, photo):
-    found = outcome(digits.model, digits.reduced("random", 1.0), view(photo, digits.model))
+    found = outcome(digits, digits.reduced("random", 1.0), view(photo, digits.model))
     assert found.before == found.after and found.cosine > 0.9999
 
 
@@ -75,10 +75,13 @@ def test_a_heat_map_is_red_where_scores_are_high_and_grey_where_there_are_none()
 
 
 def test_guesses_have_the_names_of_the_classes():
-    import timm
-
-    model = timm.create_model("vit_tiny_patch16_224")
+    names = names_of(timm.create_model("vit_tiny_patch16_224"))
     logits = torch.zeros(1, 1000)
     logits[0, 1] = 9
-    assert guesses(model, logits)[0][0] == "goldfish"
-    assert tntprune.reduce_ is not None and len(guesses(model, logits)) == 5
+    assert guesses(logits, names)[0][0] == "goldfish"
+    assert len(guesses(logits, names)) == 5
+
+
+def test_classes_without_a_known_name_have_their_number_and_embeddings_have_none():
+    assert names_of(timm.create_model("test_vit", num_classes=7)) == list("0123456")
+    assert names_of(timm.create_model("test_vit", num_classes=0)) == []

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -97,6 +98,17 @@ def test_every_command_has_help(call, command):
     assert f"usage: tntprune {command}" in out and ("--json" in out or command == "app")  # which only serves
 
 
+def test_help_shows_the_options_of_the_method_that_is_named_and_else_those_of_all_methods(call):
+    def shown(*arguments):
+        return set(re.findall(r"--[a-z][a-z-]*", call("macs", *arguments, "--help")[1]))
+
+    assert {"--keep", "--then"} <= shown() and not {"--decreasing", "--how"} & shown()
+    assert shown("--method", "unknown") == shown()
+    for tome in (("--method", "tome"), ("--method=tome",)):
+        assert {"--keep", "--decreasing"} <= shown(*tome) and "--how" not in shown(*tome)
+    assert call("macs", "digits_vit", "--how", "drop", "--method", "tnt")[0] == 0  # hidden flags are flags
+
+
 def test_help_lists_the_commands_and_exit_codes(call):
     for arguments in ([], ["--help"], ["-h"]):
         code, out, err = call(*arguments)
@@ -105,15 +117,18 @@ def test_help_lists_the_commands_and_exit_codes(call):
         assert "Exit codes: 0 done" in " ".join(out.split())
 
 
-def test_every_option_of_every_method_is_a_flag_that_names_its_methods(call):
-    words = " ".join(call("eval", "--help")[1].replace("│", " ").split())
+@pytest.mark.parametrize("method", METHODS)
+def test_every_option_of_every_method_is_a_flag(call, method):
+    words = " ".join(call("eval", "--method", method, "--help")[1].replace("│", " ").split())
     assert "--keep FLOAT..." in words and "share of the patch tokens kept at each location (0.5 for" in words
+    for option in options(METHODS[method]):
+        assert f"--{option.replace('_', '-')} " in words
+
+
+def test_an_option_of_several_methods_takes_the_words_of_all_and_names_them(call):
+    words = " ".join(call("eval", "--method", "tnt", "--help")[1].replace("│", " ").split())
     assert "--similar INT" in words and "for being similar to a kept one [tnt, zerotprune]" in words
-    assert "--objective ce|kl|both" in words  # the words of all methods that have the option
-    for name, config in METHODS.items():
-        for option in options(config):
-            flag = option.replace("_", "-")
-            assert f"--{flag} " in words, f"{name} has no --{flag}"
+    assert "--objective ce|kl|both" in words
 
 
 def test_version(call):
@@ -171,6 +186,26 @@ def test_what_a_small_model_costs_is_told_in_millions(call, digits):
 def test_macs_takes_one_value_or_several(call, arguments, tokens):
     code, out, _ = call("macs", "digits_vit", *arguments, "--json")
     assert code == 0 and json.loads(out)["tokens"] == tokens
+
+
+def test_a_last_block_for_prefix_tokens_alone(call, tmp_path):
+    given = ["macs", "digits_vit", "--method", "random", "--at", 2]
+    whole, short = (json.loads(call(*given, "--last-block", which, "--json")[1]) for which in ("all", "prefix"))
+    assert short["macs"] < whole["macs"] and short["per_block"][:-1] == whole["per_block"][:-1]
+    assert (short["last_block"], whole["last_block"]) == ("prefix", "all")
+    assert "block  6:   32 patch tokens" in (out := call(*given, "--last-block", "prefix")[1])
+    assert out.count("as keys and values alone") == 1
+    code, _, err = call("macs", "digits_vit", "--last-block", "prefix")
+    assert code == 2 and "--last-block was given without --method" in err
+    code, _, err = call("macs", "vit_base_patch16_clip_224", *given[2:], "--last-block", "cls")
+    assert code == 2 and "'cls' for argument '--last-block'" in err
+    code, _, err = call("macs", "vit_base_patch16_siglip_224", *given[2:], "--last-block", "prefix")
+    assert code == 2 and "its head reads the patch tokens (global_pool='map'); expected 'all'" in err
+    assert "last block for prefix tokens alone: can be asked for" in call("info", "digits_vit")[1]
+    data = json.loads(call("info", "vit_base_patch16_siglip_224", "--json")[1])
+    assert data["last_block"]["prefix"] == "its head reads the patch tokens (global_pool='map')"
+    assert call("export", *given[1:], "--last-block", "prefix", "--to", "pt2", "--out", tmp_path / "a.pt2")[0] == 0
+    assert json.loads((tmp_path / "a.pt2.json").read_text())["macs"] == short["macs"]
 
 
 def test_every_kind_of_flag_is_understood(call):

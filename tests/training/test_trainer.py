@@ -255,6 +255,14 @@ def test_rates_rise_from_and_fall_to_what_is_said():
     assert rates[4:] == pytest.approx(cosine)
 
 
+def test_a_training_of_one_step_has_its_rate_and_no_warning(caplog):
+    model = reduce_(make("plain"), TNT(at=2, noise_blocks=2))
+    with learning(model):
+        trainer = Trainer(model, Training(lr=0.1, amp="none"), 1)
+        trainer.step(0, [(IMAGES, None)])
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.1 and caplog.records == []
+
+
 def test_gradients_are_shortened_together():
     def norm(clip):
         model = reduce_(make("plain"), TNT(at=2, noise_blocks=(2, 4), noise_at="all", recipe="relative"))

@@ -16,7 +16,7 @@ from torch import nn
 from tntprune.backbones.attach import is_reduced, reduction_of
 from tntprune.backbones.base import Costs, find_backbone, tower_of
 from tntprune.errors import UsageError, UserError
-from tntprune.methods.steps import Counts, counts
+from tntprune.methods.steps import Counts, before_last, counts
 from tntprune.system.units import unit_of
 
 
@@ -32,6 +32,7 @@ class Macs:
     reduction: dict[int, int]  # of the steps that remove tokens, by block
     embed: int  # of the patch embedding
     head: int  # of everything after the last block
+    last_block: str = "all"  # which tokens it computes: "all", or the "prefix" tokens, where mlp_tokens is 0
     most: bool = False  # whether tokens differ from image to image, so that each figure is the most that is possible
 
     def __str__(self) -> str:
@@ -43,6 +44,7 @@ class Macs:
             f"  block {number:2}: {tokens:4} patch tokens, {cost / scale:.3f} {unit}"
             for number, (tokens, cost) in enumerate(zip(self.tokens, self.per_block, strict=True), 1)
         ]
+        lines[-1] += ", as keys and values alone" * (self.last_block == "prefix")
         lines.append(f"  scoring and removing: {sum(self.reduction.values()) / scale:.3f} {unit}")
         lines.append(f"  embedding and head: {(self.embed + self.head) / scale:.3f} {unit}")
         return "\n".join(lines)
@@ -146,8 +148,12 @@ def _image_macs(model: nn.Module) -> Macs:
     backbone = find_backbone(model)
     layout, costs = backbone.layout(model), backbone.costs(model)
     method = reduction_of(model) if is_reduced(model) else None
-    steps = () if method is None else method.steps(layout.patches)
+    steps, narrow = () if method is None else method.steps(layout.patches), backbone.is_narrow(model)
+    if narrow:
+        steps = before_last(steps, layout.depth)
     left = counts(steps, layout.patches, layout.depth)
+    if narrow:
+        left = left.narrowed()
     own: dict[int, int] = {}
     for step in steps:
         assert method is not None
@@ -155,8 +161,8 @@ def _image_macs(model: nn.Module) -> Macs:
     base = model_macs(costs, counts((), layout.patches, layout.depth), layout.prefix)
     total = model_macs(costs, left, layout.prefix) + sum(own.values())
     per_block, head = block_macs(costs, left, layout.prefix), head_macs(costs, left.last, layout.prefix)
-    most = method is not None and method.config.variable
-    return Macs(total, base, left.attention, left.mlp, per_block, own, costs.embed, head, most)
+    most, last = method is not None and method.config.variable, "prefix" if narrow else "all"
+    return Macs(total, base, left.attention, left.mlp, per_block, own, costs.embed, head, last_block=last, most=most)
 
 
 def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:
@@ -173,10 +179,13 @@ def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:
     """
     backbone, method = find_backbone(model), reduction_of(model)
     layout, costs = backbone.layout(model), backbone.costs(model)
-    steps = method.steps(layout.patches)
+    steps, narrow = method.steps(layout.patches), backbone.is_narrow(model)
+    if narrow:
+        steps = before_last(steps, layout.depth)
     found = []
     for image in torch.stack(counts, 1).tolist():  # patch tokens before each half of each block, then at the end
-        total = model_macs(costs, Counts(image[:-1:2], image[1:-1:2], image[-1]), layout.prefix)
+        left = Counts(image[:-1:2], image[1:-1:2], image[-1])
+        total = model_macs(costs, left.narrowed() if narrow else left, layout.prefix)
         for step in steps:
             half = 2 * step.place.block - (2 if step.place.inside else 1)
             total += method.macs(step._replace(entering=image[max(0, half)]))
@@ -209,7 +218,12 @@ def model_macs(costs: Costs, left: Counts, prefix: int) -> int:
 def block_macs(costs: Costs, left: Counts, prefix: int) -> list[int]:
     """Return the multiply-accumulates of each block with so many patch tokens in it."""
     pairs = zip(left.attention, left.mlp, costs.blocks, strict=True)
-    return [(n + prefix) * b.attention + (n + prefix) ** 2 * b.pair + (m + prefix) * b.mlp for n, m, b in pairs]
+    found = [(n + prefix) * b.attention + (n + prefix) ** 2 * b.pair + (m + prefix) * b.mlp for n, m, b in pairs]
+    if left.narrow:
+        tokens, last = left.attention[-1] + prefix, costs.blocks[-1]
+        asking = last.attention - last.key + tokens * last.pair + last.mlp
+        found[-1] = tokens * last.key + prefix * asking
+    return found
 
 
 def head_macs(costs: Costs, patches: int, prefix: int) -> int:

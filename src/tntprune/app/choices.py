@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 
 from tntprune.analysis.macs import macs
 from tntprune.backbones.attach import twin_of
 from tntprune.backbones.base import find_backbone
+from tntprune.backbones.classnames import class_names
 from tntprune.backbones.models import HF, load_model
+from tntprune.data.folders import classes_of
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import Config, all_methods, obstacle_to, options
 from tntprune.methods.text import as_flags, as_python
@@ -64,6 +68,11 @@ class ExploredModel:
         except UserError:
             if reducer is not None:
                 raise
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Name each class of the model, see `names_of`."""
+        return names_of(self.model)
 
     def methods(self) -> dict[str, str]:
         """Return the title of each method that this model can have by its name, a saved reduction's first."""
@@ -119,6 +128,15 @@ class ExploredModel:
         flags = f"--reducer {quote(reduced.source)} --keep {reduced.config.given[0]}" if reduced.source else ""
         weights = "" if self.weights is None else f" --weights {quote(str(self.weights))}"
         return f"tntprune show {self.name} photo.jpg{weights} {flags or as_flags(reduced.config)} --out kept.png"
+
+
+def names_of(model: nn.Module) -> list[str]:
+    """Return a name for each class of a model, its number where no name is known; none for a model without classes."""
+    classes, names = classes_of(model), list(class_names(model))
+    if len(names) != classes and (subset := infer_imagenet_subset(model)):
+        info = ImageNetInfo(subset)
+        names = [info.index_to_description(number).split(",")[0] for number in range(info.num_classes())]
+    return names if len(names) == classes else [str(number) for number in range(classes)]
 
 
 def _places(kind: type[Config], depth: int) -> dict[str, int | tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,17 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 
 from tntprune.analysis.macs import Macs, macs
 from tntprune.analysis.record import record
 from tntprune.analysis.scores import record_scores
-from tntprune.app.choices import Reduced
+from tntprune.app.choices import ExploredModel, Reduced
 from tntprune.backbones.attach import reduction_of
 from tntprune.backbones.base import find_backbone
-from tntprune.backbones.classnames import class_names
-from tntprune.data.folders import classes_of
 from tntprune.data.images import read_image
 from tntprune.data.transforms import input_mode, normalization_of, transform_for
 from tntprune.report.draw import to_pixels, veiled
@@ -84,14 +82,15 @@ def view(photo: Path, model: nn.Module) -> View:
 
 
 @torch.inference_mode()
-def outcome(model: nn.Module, reduced: Reduced, seen: View) -> Outcome:
+def outcome(explored: ExploredModel, reduced: Reduced, seen: View) -> Outcome:
     """Run a photo through a model and its reduced form.
 
     Args:
-        model: Unpruned, in eval mode.
+        explored: The unpruned model.
         reduced: The same with a reduction.
         seen: The photo.
     """
+    model = explored.model
     backbone, method = find_backbone(model), reduction_of(reduced.model)
     output, grid = backbone.output, backbone.grid(model, seen.images)
     method.warned = True  # the note is on the page
@@ -112,7 +111,7 @@ def outcome(model: nn.Module, reduced: Reduced, seen: View) -> Outcome:
     calls = [partial(output, one, seen.images) for one in (model, reduced.model)]
     times = in_turns(calls, ROUNDS, seen.images.device, warmup=0, progress=False)  # warm from the passes above
     return Outcome(
-        pictures, heat, counts, guesses(model, before), guesses(model, after),
+        pictures, heat, counts, guesses(before, explored.names), guesses(after, explored.names),
         float(torch.cosine_similarity(before, after).item()), macs(reduced.model),
         (times[0].median, times[1].median), _note(reduced, method.calibrated),
     )  # fmt: skip
@@ -145,15 +144,9 @@ def heat_map(scores: np.ndarray[Any, Any], grid: tuple[int, int], pixels: Pixels
     return (0.35 * grey + 0.65 * spread).round().astype(np.uint8)
 
 
-def guesses(model: nn.Module, logits: torch.Tensor, most: int = 5) -> list[tuple[str, float]]:
+def guesses(logits: torch.Tensor, names: Sequence[str], most: int = 5) -> list[tuple[str, float]]:
     """Return the first guesses of (1, classes) with their percentages; none for a model without classes."""
-    classes = classes_of(model)
-    if not classes:
+    if not names:
         return []
-    names = class_names(model)
-    if len(names) != classes and (subset := infer_imagenet_subset(model)):
-        info = ImageNetInfo(subset)
-        names = [info.index_to_description(number).split(",")[0] for number in range(classes)]
-    shares, indices = logits[0].softmax(0).topk(min(most, classes))
-    found = zip(indices.tolist(), shares.tolist(), strict=True)
-    return [(names[index] if len(names) == classes else str(index), 100 * share) for index, share in found]
+    shares, indices = logits[0].softmax(0).topk(min(most, len(names)))
+    return [(names[index], 100 * share) for index, share in zip(indices.tolist(), shares.tolist(), strict=True)]

@@ -196,7 +196,7 @@ def _connect(page: Any, models: Models, message: Any, photo: Any, model: Any, bl
 
 def _filled(explored: ExploredModel, seen: View, method: str, budget: float, at: int) -> list[Any]:
     reduced = explored.reduced(method, budget)
-    found = outcome(explored.model, reduced, seen)
+    found = outcome(explored, reduced, seen)
     at = min(at, len(found.pictures) - 1)
     return [
         found.pictures[at], found.scores[at], facts(found), explored.python(reduced), explored.command(reduced), found,

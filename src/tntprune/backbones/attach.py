@@ -29,7 +29,9 @@ Model = TypeVar("Model", bound=nn.Module)
 HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # the attributes that keep a module's hooks
 
 
-def attach(model: Model, config: Config, *more: Config, output: str | None = None) -> Model:
+def attach(
+    model: Model, config: Config, *more: Config, output: str | None = None, last_block: str | None = None
+) -> Model:
     """Put a reduction on a model, in place, instead of the one that may be there.
 
     Args:
@@ -37,6 +39,7 @@ def attach(model: Model, config: Config, *more: Config, output: str | None = Non
         config: What to do.
         *more: Further reductions at places of their own.
         output: What the tower of a larger model gives to what follows, see `Backbone.outputs`; None is its default.
+        last_block: "all" or "prefix", see `tntprune.reduce_`; None is "all".
 
     Returns:
         The same model.
@@ -66,6 +69,7 @@ def attach(model: Model, config: Config, *more: Config, output: str | None = Non
     with torch.inference_mode(False):  # or its parameters could never be trained
         method = kind(config, layout).train(tower.training)
         method.output = output
+        method.last_block = _last_block(model, backbone, method, last_block)
         _check_read(model, backbone, method)
         method.settle()
         tower.reduction = method.to(running_device(tower))
@@ -91,6 +95,30 @@ def _output(model: nn.Module, backbone: Backbone, output: str | None) -> str:
             f"output={output!r} of {type(model).__name__}: {choices[output]}; expected {' or '.join(map(repr, usable))}"
         )
     return output
+
+
+def _last_block(model: nn.Module, backbone: Backbone, method: Method, wanted: str | None) -> str:
+    """Return which tokens the last block is to compute.
+
+    Raises:
+        UsageError: there is no such choice, or something reads the other tokens.
+    """
+    if wanted in (None, "all"):
+        return "all"
+    if wanted != "prefix":
+        raise UsageError(f"last_block={wanted!r}; expected 'all' or 'prefix'")
+    reason = backbone.last_block_obstacle(model)
+    if reason is None and not method.spares_prefix:
+        reason = f"what {method.config.method} does behind that block changes prefix tokens too"
+    if reason:
+        raise UsageError(f"last_block='prefix' of {type(model).__name__}: {reason}; expected 'all'")
+    steps = method.steps(method.layout.patches)
+    if steps and steps[0].place.block >= method.layout.depth:
+        raise UsageError(
+            f"last_block='prefix': {method.config.method} acts in the last block alone, which computes no patch token "
+            "then; expected an earlier block, or last_block='all'"
+        )
+    return "prefix"
 
 
 def _check_read(model: nn.Module, backbone: Backbone, method: Method) -> None:

@@ -34,11 +34,19 @@ REASONS = {  # why models of some classes cannot be reduced, and what would do
 
 
 class BlockCost(NamedTuple):
-    """Multiply-accumulates of one block: `attention` for each token, `pair` for each pair, `mlp` for each token."""
+    """Multiply-accumulates of one block.
+
+    Args:
+        attention: For each token, without the attention map.
+        pair: For each pair of tokens.
+        mlp: For each token.
+        key: The part of `attention` that a token costs as a key and a value alone: the norm before, two projections.
+    """
 
     attention: int
     pair: int
     mlp: int
+    key: int
 
 
 class Costs(NamedTuple):
@@ -151,6 +159,15 @@ class Backbone(ABC):
         """Return the last block whose tokens are read by what follows."""
         return self.layout(model).depth
 
+    def last_block_obstacle(self, model: nn.Module) -> str | None:
+        """Return why the last block cannot run for the prefix tokens alone, in the model's forward; None if it can."""
+        return "its output holds the patch tokens"
+
+    def is_narrow(self, model: nn.Module) -> bool:
+        """Return whether the last block of a model runs for the prefix tokens alone, in the model's forward."""
+        reduction: Any = getattr(self.tower(model), "reduction", None)
+        return getattr(reduction, "last_block", "all") == "prefix" and self.last_block_obstacle(model) is None
+
     def classes(self, model: nn.Module) -> int:
         """Return how many classes the model tells apart; 0 where it gives an embedding instead."""
         return int(getattr(model, "num_classes", 0))
@@ -188,8 +205,14 @@ class Backbone(ABC):
         return model(images)  # type: ignore[no-any-return]
 
     @abstractmethod
-    def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
-        """Everything that training looks at, of a model that is reduced or not."""
+    def answer(self, model: nn.Module, images: torch.Tensor, narrow: bool = False) -> Answer:
+        """Everything that training looks at, of a model that is reduced or not.
+
+        Args:
+            model: Of this family.
+            images: (B, C, H, W).
+            narrow: Whether nobody looks at patch tokens, so that the last block need not compute them.
+        """
 
     @abstractmethod
     def judge(self, model: nn.Module, tokens: Tokens) -> Answer:

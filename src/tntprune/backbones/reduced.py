@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tntprune.backbones.base import holder_names
-from tntprune.backbones.blocks import Inside, OpenBlock
+from tntprune.backbones.blocks import Inside, OpenBlock, is_hooked
 from tntprune.backbones.trace import Trace
 from tntprune.errors import UserError, UserNote
 from tntprune.methods.base import Method
@@ -213,6 +213,7 @@ class Reduced:
         made: Visit | None = None,
         follow: bool = False,
         last: int | None = None,
+        narrow: bool = False,
         **options: Any,
     ) -> Tokens:
         """From images to the tokens that leave the last block, before the final norm.
@@ -224,6 +225,7 @@ class Reduced:
             made: Called likewise, and before `visit`, with the tokens that it computed, before any is dropped after it.
             follow: Keep `Tokens.carrier`; done anyway for a visitor or a trace.
             last: The last block to run; None for all.
+            narrow: Whether nothing but prefix tokens is asked for. Patch tokens may then not be there.
             **options: For `embed`.
         """
         trace = self.trace
@@ -233,11 +235,47 @@ class Reduced:
             self.warn()
         follow = follow or not (trace is None and visit is None and made is None)
         tokens, everywhere = self.enter(images, follow, **options)
-        tokens = self.onward(tokens, everywhere, self.reduction.plan(tokens.count), 0, last, visit, made)
+        plan = self.reduction.plan(tokens.count)
+        if narrow and not follow and self.shortens:
+            return self.run_for_prefix(*self.advance(tokens, everywhere, plan, 0, len(self.blocks) - 1))
+        tokens = self.onward(tokens, everywhere, plan, 0, last, visit, made)
         if trace is not None:
             trace.count(tokens)
             trace.ended = True
         return tokens
+
+    @property
+    def shortens(self) -> bool:
+        """Whether the last block may run for the prefix tokens alone: it was asked for, and nobody looks at others.
+
+        Not in training, and not while hooks hang on anything that would see fewer tokens.
+        """
+        if self.reduction.last_block == "all" or self.training or self.reduction.training:  # type: ignore[attr-defined]
+            return False
+        return not any(map(is_hooked, (*self.blocks[-1].modules(), *self.behind())))
+
+    def behind(self: Any) -> tuple[nn.Module, ...]:
+        """Return the modules behind the last block that give or take all its tokens."""
+        return (self.norm,)
+
+    def run_for_prefix(self, tokens: Tokens, places: Any, apart: bool = True) -> Tokens:
+        """Run the last block for the prefix tokens alone, which see all others: (B, prefix + n, D) to (B, prefix, D).
+
+        Args:
+            tokens: That enter the block.
+            places: What it needs to know of their places.
+            apart: See `Inside`.
+        """
+        number = len(self.blocks)
+        inside = Inside(self.reduction.bias(tokens, number), tokens.prefix, apart)
+        return replace(
+            tokens,
+            x=self.run(number, tokens.x, places, inside),
+            index=tokens.index[:, :0],
+            size=None,
+            carrier=None,
+            block=number,
+        )
 
     def final_tokens(self, images: torch.Tensor, visit: Visit | None = None, **options: Any) -> Tokens:
         """Walk as `forward` does: images to the tokens that leave the last norm.

@@ -135,7 +135,7 @@ def _parse(given: list[str]) -> Callable[[], int]:
         raise UsageError(f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}; see tntprune --help")
     prog = f"tntprune {name}" if name in COMMANDS else "tntprune"
     try:
-        with contextlib.redirect_stderr(errors), _readable_width():
+        with contextlib.redirect_stderr(errors), _readable_width(), _short_help(given):
             if name in COMMANDS:
                 return tyro.cli(_later(COMMANDS[name]), prog=prog, args=given[1:], config=PARSING, registry=VALUES)
             return tyro.extras.subcommand_cli_from_dict(  # type: ignore[no-any-return]
@@ -147,6 +147,16 @@ def _parse(given: list[str]) -> Callable[[], int]:
             raise
         told = (_unknown_flag(name, given[1:]) if name in COMMANDS else "") or _one_line(errors.getvalue())
         raise UsageError(f"{told}; see {prog} --help") from None
+
+
+def _short_help(given: Sequence[str]) -> contextlib.AbstractContextManager[Any]:
+    """Let the help show the options of the method that is named, instead of those of every method."""
+    from tntprune.cli.options import shown_for
+
+    if not {"-h", "--help"} & set(given):
+        return contextlib.nullcontext()
+    words = " ".join(given).replace("--method=", "--method ").split()
+    return shown_for(next((word for flag, word in pairwise(words) if flag == "--method"), ""))
 
 
 def _unknown_flag(command: str, given: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import fields, make_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Union, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from tntprune.data.augment import Augmentation
 from tntprune.methods import all_methods, options
@@ -83,6 +84,27 @@ if TYPE_CHECKING:
     class ScratchFlags(MethodOptions):  # noqa: D101
         pass
 else:
-    MethodOptions = _flags("Options of the methods. Without them the method's defaults apply.", _of_methods())
+    MethodOptions = _flags(
+        "Options of the method. Without them its defaults apply. Name a method to see all of its options, as in "
+        "--method tnt --help.",
+        _of_methods(),
+    )
     TrainingFlags = _flags("Options of the training.", _of_training())
     ScratchFlags = _flags("Options of the training.", _of_training(scratch(), TUNED))
+
+
+def shown_for(method: str) -> ConstructorRegistry:
+    """Make the rule by which the help shows one method's options, or those of all methods where none is named."""
+    known, registry = all_methods(), ConstructorRegistry()
+    shown = [set(options(kind)) for name, kind in known.items() if name == method or method not in known]
+    names = set.intersection(*shown)
+
+    @registry.struct_rule
+    def rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+        if info.type is not MethodOptions:
+            return None
+        kinds = get_type_hints(MethodOptions, include_extras=True)
+        found = (StructFieldSpec(name, kind, default=None) for name, kind in kinds.items() if name in names)
+        return StructConstructorSpec(MethodOptions, tuple(found))
+
+    return registry

@@ -73,6 +73,7 @@ class Method(nn.Module):
     unsaved: bool = False  # whether they were trained and not saved since
     warned: bool = False  # whether `warn_uncalibrated` has been called in a forward pass
     corrected: int = 0  # photos that a correction of the model's weights was made from; 0: there is none
+    last_block: str = "all"  # what the model's forward computes there: "all" tokens, or the "prefix" tokens alone
     output: str = ""  # what the tower of a larger model gives to what follows; see `Backbone.outputs`
 
     def __init__(self, config: Config, layout: Layout) -> None:
@@ -126,6 +127,11 @@ class Method(nn.Module):
             return self.planned(self.scheduled(patches))
         return self._plan or self.settle()
 
+    @property
+    def untouched(self) -> int:
+        """The last block up to which no pass in training does anything; 0 is the embedding."""
+        return 0
+
     def settle(self) -> Plan:
         """Make the plan of the model's own size, which each pass then reads."""
         self._plan = self.planned(self._steps)
@@ -157,6 +163,11 @@ class Method(nn.Module):
     def unfold(self, tokens: Tokens) -> Tokens:
         """Return the tokens with those back among them that the method carries along elsewhere."""
         return tokens
+
+    @property
+    def spares_prefix(self) -> bool:
+        """Whether nothing that it does in the last block, or behind it, changes prefix tokens."""
+        return True
 
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         """Return what is added to the logits of each key in a block's attention, (B, 1, 1, prefix + n), or None."""

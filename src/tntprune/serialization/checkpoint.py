@@ -77,6 +77,8 @@ def save(
         about["corrected"] = str(method.corrected)
     if method.output:
         about["output"] = method.output
+    if method.last_block != "all":
+        about["last_block"] = method.last_block
     if not method.calibrated:
         about["calibrated"] = "no"
         method.warn_uncalibrated()
@@ -146,6 +148,7 @@ def load_(
     *more: Config,
     revision: str | None = None,
     output: str | None = None,
+    last_block: str | None = None,
     **changes: Any,
 ) -> Model:
     """Put a saved reduction on a model, in place.
@@ -160,6 +163,7 @@ def load_(
         *more: Further reductions, at places of their own, that need no training: see `reduce_`.
         revision: Of the repository: a branch, a tag or a commit.
         output: As for `reduce_`; None is what it was saved with.
+        last_block: The same.
         **changes: Options to change, such as `at=3, keep=0.5, similar=25`.
 
     Returns:
@@ -205,7 +209,8 @@ def load_(
     tuned = None if saved.weights is None else _tuned(saved, saved.weights, source, model)
     if tuned is None:
         warn_of_others(path, base_of(model), saved.model)
-    own: Any = reduction_of(attach(model, config, *more, output=output or saved.output or None))
+    asked = {"output": output or saved.output or None, "last_block": last_block or saved.last_block}
+    own: Any = reduction_of(attach(model, config, *more, **asked))
     inherit(own.parts[0] if more and not isinstance(config, Combination) else own, saved.learned)
     own.set_calibrated(saved.calibrated)
     if tuned is not None:
@@ -295,9 +300,10 @@ def read(source: str | Path, model: nn.Module | None = None, revision: str | Non
             f"{path}: broken (its correction is of {photos[:20]!r} photos); expected what tntprune.save writes"
         )
     return SavedReduction(
-        from_dict(config), learned, backbone, parsed(about.get("model", "")) or {},
+        from_dict(config, backbone.get("depth")), learned, backbone, parsed(about.get("model", "")) or {},
         path.parent / WEIGHTS if about.get("weights") else None, about.get("made_by", ""),
-        output=about.get("output", ""), calibrated=about.get("calibrated") != "no", path=path,
+        output=about.get("output", ""), last_block=about.get("last_block", "all"),
+        calibrated=about.get("calibrated") != "no", path=path,
         correction={name.removeprefix(CORRECTION): value for name, value in corrected.items()}, corrected=int(photos),
     )  # fmt: skip
 

@@ -96,7 +96,8 @@ class HuggingFace(Backbone):
         for block in self.anatomy.blocks(tower):
             parts = self.anatomy.parts(block)
             attention = linears(parts.query, parts.key, parts.value, parts.project)
-            blocks.append(BlockCost(attention + norm, 2 * shape.attn_dim, linears(parts.mlp) + norm))
+            key = linears(parts.key, parts.value) + norm
+            blocks.append(BlockCost(attention + norm, 2 * shape.attn_dim, linears(parts.mlp) + norm, key))
         embed = shape.patches * self.anatomy.patch(tower).weight.numel()
         return self.ends(model, Costs(embed, tuple(blocks), norm, 0, 0), shape)
 
@@ -105,12 +106,12 @@ class HuggingFace(Backbone):
         """Add the costs before the first and after the last block. The final norm is counted per token so far."""
 
     def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-        return self.answer(model, images).logits  # a whole CLIP would ask for words too
+        return self.answer(model, images, narrow=True).logits  # a whole CLIP would ask for words too
 
-    def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
+    def answer(self, model: nn.Module, images: torch.Tensor, narrow: bool = False) -> Answer:
         tower: Any = self.tower(model)
         if isinstance(tower, ReducedTower):
-            return self.judge(model, tower.walk(images))
+            return self.judge(model, tower.walk(images, narrow=narrow and self.is_narrow(model)))
         x, pooled = self.unpruned(tower, images)
         tokens = start(x, self.anatomy.prefix(tower))
         return Answer(*self.head(model, tokens, pooled), tokens)

@@ -234,7 +234,7 @@ class VisionLanguage(Backbone):
     def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         raise _needs_words(model)
 
-    def answer(self, model: Any, images: Any) -> Answer:
+    def answer(self, model: Any, images: Any, narrow: bool = False) -> Answer:
         """Return the logits of the next token behind every token of text that follows an image."""
         self.check_images(model, images)
         if self.plain(model) not in GENERATORS:

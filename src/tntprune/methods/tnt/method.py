@@ -104,6 +104,10 @@ class TrainingNoise(ScoringMethod):
         """
         return self.planned(self.training_steps(patches)) if self.training and self.trains else super().plan(patches)
 
+    @property
+    def untouched(self) -> int:
+        return min(map(int, self.scorers)) - (self.config.inside or self.config.reads) if self.trains else 0
+
     def training_steps(self, patches: int) -> Sequence[Step]:
         """Draw the steps of a training pass. A step from which nothing goes is one with noise."""
         noisy = [Place(int(block), self.config.inside) for block in self.scorers]
@@ -191,7 +195,8 @@ class TrainingNoise(ScoringMethod):
             spread = patches.detach().float().std(1, correction=0, keepdim=True)
             patches = torch.lerp(patches, mean, noise[:, :, None].to(x.dtype))
             scale = scale * spread
-        noisy = patches + scale.to(x.dtype) * torch.randn_like(patches)
+        drawn = torch.randn(patches.shape, dtype=x.dtype, device=x.device)  # the same ones whatever the strides
+        noisy = patches + scale.to(x.dtype) * drawn
         return replace(tokens, x=torch.cat([prefix, noisy], 1))
 
     def capacity(self, tokens: Tokens) -> float | torch.Tensor:
