@@ -473,7 +473,9 @@ def test_there_is_a_model_of_each_class_and_a_line_of_each_family_in_the_docs():
     """The marks in the table are the tests above of every kind."""
     assert sorted(kind for kinds in FAMILIES.values() for kind in kinds) == sorted(KINDS)
     towers = {type(part) for kind in KINDS for part in (make(kind), tower_of(make(kind)))}
-    towers |= {type(part) for kind in vlm_models.KINDS for part in vlm_models.make(kind).modules()}
+    towers |= {
+        type(part) for kind in {**vlm_models.KINDS, **vlm_models.PACKED} for part in vlm_models.make(kind).modules()
+    }
     for adapter in adapters_of("transformers"):
         assert {*adapter.swaps, *adapter.holders} <= towers
     page = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text()

@@ -23,7 +23,7 @@ from tntprune.backbones.swapping import (
 )
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import Combination, Config, implementation, obstacle_to
-from tntprune.methods.base import Method
+from tntprune.methods.base import Layout, Method
 
 Model = TypeVar("Model", bound=nn.Module)
 HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # the attributes that keep a module's hooks
@@ -53,14 +53,17 @@ def attach(
             what = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
             raise UsageError(f"{what} given; expected a config, such as tntprune.TNT(at=3, keep=0.5)")
     backbone = find_backbone(model)
-    layout, tower = backbone.layout(model), backbone.tower(model)
+    output = _output(model, backbone, output)
+    tower, cell = backbone.tower(model), backbone.cell(model, output)
+    layout = backbone.layout(model).of_cells(cell)
     given = [part for one in (config, *more) for part in getattr(one, "parts", [one])]
     for part in given:
         if reason := obstacle_to(type(part), layout, part):
+            if cell > 1:
+                reason += f"; output={output!r} keeps whole cells of {cell} x {cell} patches, unlike output='grid'"
             raise UserError(f"{part.method} cannot be applied here: {reason}")
     if reason := obstacle_in(model, backbone):
         raise UserError(f"this {type(model).__name__} cannot be reduced: {reason}")
-    output = _output(model, backbone, output)
     if more:
         config = Combination(parts=given)
     kind = implementation(type(config))
@@ -68,13 +71,24 @@ def attach(
         take_back(tower)  # a correction was for the reduction that goes
     with torch.inference_mode(False):  # or its parameters could never be trained
         method = kind(config, layout).train(tower.training)
-        method.output = output
+        method.output, method.cell = output, cell
+        if layout.weighs and any(block.inside or block.sees for block in method.plan(layout.patches)):
+            raise UserError(
+                f"{config.method} acts inside blocks or reads their attention, and a token is a cell of patches here; "
+                "expected a method that needs the tokens alone, such as tnt"
+            )
         method.last_block = _last_block(model, backbone, method, last_block)
         _check_read(model, backbone, method)
         method.settle()
         tower.reduction = method.to(running_device(tower))
     swap(model, backbone)
     return model
+
+
+def layout_for(model: nn.Module, output: str | None) -> Layout:
+    """Return the shape of a model as a method finds it, see `attach`."""
+    backbone = find_backbone(model)
+    return backbone.layout(model).of_cells(backbone.cell(model, _output(model, backbone, output)))
 
 
 def _output(model: nn.Module, backbone: Backbone, output: str | None) -> str:

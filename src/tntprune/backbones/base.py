@@ -20,7 +20,7 @@ FAMILIES = {  # the files of this folder, by the package of their models
     "timm": ("timm.vit", "timm.eva", "timm.beit"),
     "transformers": (
         "hf.vit", "hf.beit", "hf.dinov2", "hf.dinov3", "hf.clip", "hf.siglip", "hf.siglip2", "hf.aimv2",
-        "hf.vitpose", "hf.idefics3", "hf.internvl", "hf.vlm",
+        "hf.vitpose", "hf.idefics3", "hf.internvl", "hf.qwen", "hf.vlm",
     ),
 }  # fmt: skip
 REASONS = {  # why models of some classes cannot be reduced, and what would do
@@ -154,6 +154,13 @@ class Backbone(ABC):
         no choice has none.
         """
         return {}
+
+    def cell(self, model: nn.Module, output: str) -> int:
+        """Return the patches along one side of a cell that what follows joins, where it is given no more than `output`.
+
+        1 where a patch can be left out by itself.
+        """
+        return 1
 
     def last_read(self, model: nn.Module) -> int:
         """Return the last block whose tokens are read by what follows."""

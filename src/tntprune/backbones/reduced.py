@@ -19,6 +19,7 @@ from tntprune.errors import UserError, UserNote
 from tntprune.methods.base import Method
 from tntprune.methods.steps import IDLE, BlockPlan, Plan
 from tntprune.ops.attention import Heads, wants_mask
+from tntprune.ops.cells import by_cells, join_cells, split_cells
 from tntprune.ops.tokens import Tokens, sized, start
 
 Visit = Callable[[int, Tokens], None]
@@ -235,7 +236,10 @@ class Reduced:
             self.warn()
         follow = follow or not (trace is None and visit is None and made is None)
         tokens, everywhere = self.enter(images, follow, **options)
-        plan = self.reduction.plan(tokens.count)
+        side = self.reduction.cell
+        plan = self.reduction.plan(tokens.count // side**2)
+        if side > 1 and not all(block.idle for block in plan):
+            tokens = by_cells(tokens, side)
         if narrow and not follow and self.shortens:
             return self.run_for_prefix(*self.advance(tokens, everywhere, plan, 0, len(self.blocks) - 1))
         tokens = self.onward(tokens, everywhere, plan, 0, last, visit, made)
@@ -382,6 +386,16 @@ class Reduced:
 
     def leave(self, tokens: Tokens, plan: BlockPlan, heads: Heads | None) -> Tokens:
         """Do what is to be done to the tokens that leave a block."""
+        side = self.reduction.cell
+        if side == 1 or plan.idle:
+            return self.act(tokens, plan, heads)
+        cells = join_cells(tokens, side)
+        left = self.act(cells, plan, heads)
+        found = split_cells(left, side, tokens)
+        return replace(found, index=tokens.index) if left.index is cells.index else found
+
+    def act(self, tokens: Tokens, plan: BlockPlan, heads: Heads | None) -> Tokens:
+        """Let the reduction look at tokens that leave a block, and change them."""
         for member in plan.watchers:
             tokens = self.reduction.member(member).watch(tokens, heads)
         return tokens if plan.after is None else self.reduction(tokens, plan.after, heads)

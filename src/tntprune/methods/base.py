@@ -32,6 +32,7 @@ class Layout(NamedTuple):
         attn_dim: Width of all heads together.
         pool: What the head reads: "token" for the CLS token, else how the tokens are pooled.
         opens: Whether its blocks can be run in halves, with a view of their attention.
+        weighs: Where they cannot: whether the sizes of merged tokens can count in their attention.
     """
 
     family: str
@@ -45,11 +46,20 @@ class Layout(NamedTuple):
     attn_dim: int = 0
     pool: str = "token"
     opens: bool = True
+    weighs: bool = False
 
     @property
     def patches(self) -> int:
         """N, the patch tokens of the unpruned model."""
         return self.grid[0] * self.grid[1]
+
+    def of_cells(self, side: int) -> Layout:
+        """Return what is left of it where a token is a cell of side x side patches: see `ops.cells`."""
+        if side == 1:
+            return self
+        rows, columns = (size // side for size in self.grid)
+        width = self.embed_dim * side**2
+        return self._replace(embed_dim=width, prefix=0, grid=(rows, columns), opens=False, weighs=True)
 
 
 class Method(nn.Module):
@@ -73,6 +83,7 @@ class Method(nn.Module):
     unsaved: bool = False  # whether they were trained and not saved since
     warned: bool = False  # whether `warn_uncalibrated` has been called in a forward pass
     corrected: int = 0  # photos that a correction of the model's weights was made from; 0: there is none
+    cell: int = 1  # patches along a side of what is kept or dropped as a whole: one token, to the method
     last_block: str = "all"  # what the model's forward computes there: "all" tokens, or the "prefix" tokens alone
     output: str = ""  # what the tower of a larger model gives to what follows; see `Backbone.outputs`
 

@@ -197,9 +197,10 @@ class TokenMerging(Method):
     def obstacle(cls, layout: Layout, config: ToMe | None = None) -> str | None:  # type: ignore[override]
         if layout.opens or config is None:  # without a config: there is one that would do
             return None
-        wanted = {"inside": False, "metric": "x", "proportional": False}
+        wanted = {"inside": False, "metric": "x", **({} if layout.weighs else {"proportional": False})}
         others = [f"{name}={value!r}" for name, value in wanted.items() if getattr(config, name) != value]
-        why = "its blocks cannot be opened to merge inside them, to compare keys or to let sizes count in attention"
+        sizes = "" if layout.weighs else " or to let sizes count in attention"
+        why = f"its blocks cannot be opened to merge inside them, to compare keys{sizes}"
         return f"{why}; {', '.join(others)} would do" if others else None
 
 

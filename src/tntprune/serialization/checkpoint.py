@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tntprune
-from tntprune.backbones.attach import attach, base_of, reduction_of
+from tntprune.backbones.attach import attach, base_of, layout_for, reduction_of
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.classnames import packed_names
 from tntprune.backbones.replacing import replace_weights, replaced_weights
@@ -192,11 +192,20 @@ def load_(
         config = config.changed(**changes)
     if untrained := next((part.method for part in more if part.must_train), None):
         raise UsageError(f"{untrained} has to be trained first; expected further reductions that need no training")
-    layout = find_backbone(model).layout(model)
+    output = output or saved.output or None
+    layout = layout_for(model, output)
+    cell, own_cell = (find_backbone(model).cell(model, one or "") for one in (output, saved.output))
+    if saved.learned and saved.output and cell != own_cell:
+        raise UserError(
+            f"{path}: trained with output={saved.output!r}, where a token has {own_cell} x {own_cell} patches; "
+            "expected that output, or another training"
+        )
     for name, value in saved.backbone.items():
         if getattr(layout, name, None) != value:
             raise UserError(f"{path}: made for a model of {name} {value}, given one of {getattr(layout, name, None)}")
-    wanted = reduction_of(attach(base_of(model), config)).state_dict()  # the model stays as it is if this does not fit
+    wanted = reduction_of(
+        attach(base_of(model), config, output=output)
+    ).state_dict()  # the model stays as it is if this does not fit
     if missing := missing_in(saved.learned, wanted):
         raise UserError(f"{path}: {missing}")
     check_fits(path, saved.learned, wanted)
@@ -209,7 +218,7 @@ def load_(
     tuned = None if saved.weights is None else _tuned(saved, saved.weights, source, model)
     if tuned is None:
         warn_of_others(path, base_of(model), saved.model)
-    asked = {"output": output or saved.output or None, "last_block": last_block or saved.last_block}
+    asked = {"output": output, "last_block": last_block or saved.last_block}
     own: Any = reduction_of(attach(model, config, *more, **asked))
     inherit(own.parts[0] if more and not isinstance(config, Combination) else own, saved.learned)
     own.set_calibrated(saved.calibrated)

@@ -53,9 +53,8 @@ class HuggingFace(Backbone):
         return self.anatomy.grid(self.tower(model), images)
 
     def obstacle(self, model: nn.Module) -> str | None:
-        if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
-            wanted = ".".join(map(str, OLDEST))
-            return f"transformers {transformers.__version__} (expected {wanted} or newer: pip install -U transformers)"
+        if reason := outdated():
+            return reason
         for block in self.anatomy.blocks(self.tower(model)):
             if self.plain(block) not in self.anatomy.layers:
                 names = ", ".join(layer.__name__ for layer in self.anatomy.layers)
@@ -129,6 +128,14 @@ class HuggingFace(Backbone):
     @abstractmethod
     def head(self, model: Any, tokens: Tokens, pooled: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits and those for cross-entropy; of a model without classes the embedding."""
+
+
+def outdated() -> str | None:
+    """Return what is the matter with a transformers that is too old; None where it is not."""
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= OLDEST:
+        return None
+    wanted = ".".join(map(str, OLDEST))
+    return f"transformers {transformers.__version__} (expected {wanted} or newer: pip install -U transformers)"
 
 
 def linears(*modules: nn.Module) -> int:

@@ -267,13 +267,12 @@ class TrainingNoise(ScoringMethod):
         wanted = {
             "score": "learned",
             "inside": False,
-            **({"metric": "x", "proportional": False} if config.merges else {}),
+            **({"metric": "x"} if config.merges else {}),
+            **({"proportional": False} if config.merges and not layout.weighs else {}),
         }
         others = [f"{name}={value!r}" for name, value in wanted.items() if getattr(config, name) != value]
-        why = (
-            "its blocks cannot be opened to act inside them, to read attention, to compare keys or to let sizes count "
-            "in attention"
-        )
+        sizes = "" if layout.weighs else " or to let sizes count in attention"
+        why = f"its blocks cannot be opened to act inside them, to read attention, to compare keys{sizes}"
         return f"{why}; {', '.join(others)} would do" if others else None
 
 
