@@ -298,6 +298,13 @@ def test_weights_that_cannot_be_changed_are_refused(change, message):
     assert same(weights(model), before)
 
 
+def test_cells_of_several_patches_are_refused():
+    model = reduce_(make("plain"), TOME)
+    reduction_of(model).cell = 2
+    with pytest.raises(UserError, match="cells of several patches"):
+        calibrate_(model, photos_for(model, 20), **QUIET)
+
+
 def test_post_norm_is_refused_by_name():
     model = reduce_(make("post_norm"), ToMe(at=1, keep=0.6, inside=False))
     with pytest.raises(UserError, match=r"block 1 of .* does not add its attention's output"):

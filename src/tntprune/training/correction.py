@@ -48,6 +48,10 @@ def projections(model: nn.Module) -> list[Projection]:
     kind = type(model).__name__
     if backbone.prompts:
         raise UserError(f"correct=True: {kind} answers prompts; expected its vision tower alone")
+    if reduction_of(model).cell > 1:
+        raise UserError(
+            "correct=True: this reduction keeps or drops cells of several patches; expected one of single patches"
+        )
     found: list[Projection] = []
     holders: dict[int, int] = {}
     for module in model.modules():
