@@ -140,7 +140,7 @@ class Rows:
         self.model, self.out = model, out
         self.sets = {
             "val": batches_of(data / "imagenet-val-1300", model, photos),
-            "choice": batches_of(data / "calibration-1000", model, CHOICE),
+            "choice": batches_of(data / "calibration-1000" / "images", model, CHOICE),
         }
         with torch.inference_mode():
             self.truth = {name: [model(images) for images, _ in found] for name, found in self.sets.items()}
