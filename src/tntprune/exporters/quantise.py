@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-ALPHA = 0.8  # how much of the channels' spread the weights take over; of 0.5, 0.65, 0.8 and 0.95 the nearest to fp32
+ALPHA = 0.8  # share of the spread that weights take over; ViT-Tiny is nearer to fp32 than with 0.5, 0.65 and 0.95
 PRODUCTS = ("Gemm", "MatMul")
 SCOPES = "pkg.torch.onnx.name_scopes"  # where torch's exporter notes from which module a node comes
 
