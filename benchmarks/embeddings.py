@@ -141,15 +141,14 @@ def main(data: Path, out: Path, page: Path = Path("docs/results/embeddings.md"),
 
 PAGE = f"""# Embeddings
 
-What does a search lose when embeddings cost less? `{MODEL}` without its classifier ({{gmacs:.3f}} GMACs, 192 dimensions, fp32), on the
-{{photos:,}} photos of `imagenet-val-1300`. TNT's scorers learned from the thousand other photos, without labels, by cosine similarity
-({TRAINING[-1]} epochs). Each method acts where [the comparison](comparison.md) has it with several locations; its rate is fitted to the MACs.
+What does a search for similar photos lose? `{MODEL}` without its classifier ({{gmacs:.3f}} GMACs, 192 dimensions, fp32), on the
+{{photos:,}} photos of `imagenet-val-1300`. TNT was trained on 1,000 other photos
+({TRAINING[-1]} epochs). Methods act at several locations, as in [the comparison](comparison.md), at rates fitted to the MACs.
 
 - **Cosine**: mean similarity to the unpruned model's embedding.
-- **Recall@k**: share of the k nearest photos by the unpruned model's embeddings that are among the k nearest by the reduced model's. All
-  photos are embedded by the same model.
-- **kNN**: share of photos whose class wins the vote of the {VOTERS} nearest others (weight exp(cosine / {TEMPERATURE})), among the {{counted}} photos
-  whose class has another photo. Unpruned: {{knn:.1f}} %. A class has one to a few photos here, so compare rows only.
+- **Recall@k**: share of the unpruned model's k nearest photos that are among the reduced model's k nearest.
+- **kNN**: photos whose class wins the vote of the {VOTERS} nearest others (weight exp(cosine / {TEMPERATURE})), among the {{counted}} photos
+  that are not the only ones of their class. Unpruned: {{knn:.1f}} %. Classes have few photos, so compare rows only.
 
 Written by `python benchmarks/embeddings.py --data ../shared/data --out runs/embeddings` on {{stamp}}.
 
@@ -157,8 +156,8 @@ Written by `python benchmarks/embeddings.py --data ../shared/data --out runs/emb
 |---:|---|---:|---:|---:|---:|---:|---:|
 {{rows}}
 
-At {SHARES[-1]} of the MACs TNT finds {{tnt:.1f}} % of the ten nearest neighbours, ToMe {{tome:.1f}} %. MACs are not time:
-[Why the speed-up is below the MAC ratio](../concepts/speed.md).
+At {SHARES[-1]} of the MACs TNT finds {{tnt:.1f}} % of the ten nearest neighbours, ToMe {{tome:.1f}} %.
+[Time falls less than MACs](../concepts/speed.md).
 """
 
 

@@ -79,8 +79,8 @@ def main(weights: Path | None = None, page: Path = Path("docs/guides/explorer.md
         block = moves(opened, "block", PICTURE, [3, 12, 4, 11, 5, 10, 3, 9, 4, 12])
         window.close()
     text = (
-        f"On ViT-Tiny, a move of the budget shows its answer after {told(budget)}, a move through the blocks after "
-        f"{told(block)}: median of {len(budget)} and {len(block)} moves in headless Chromium, server and browser on "
+        f"ViT-Tiny answers a move of the budget after {told(budget)}, a move through the blocks after "
+        f"{told(block)}: median of {len(budget)} and {len(block)} moves, headless Chromium on "
         f"the same machine, {stamp()}."
     )
     before, rest = page.read_text().split(START)

@@ -73,15 +73,14 @@ def main(rounds: int = 7, batch: int = 1, page: Path = Path("docs/results/large-
 
 PAGE = """# Large grids
 
-What do thousands of patches cost, and what do fewer?
 Random weights, fp32, batch size {batch}. Half of the patches go after block 3; "in every block" merges 7 % in each.
 
-- **Own**: what the method itself computes, as a share of its model's MACs.
+- **Own**: the method's share of the MACs.
 - **Speed-up**: median of {rounds} paired ratios to the unpruned model.
-- **Peak**: the most memory at a time beside the weights, and its ratio to the unpruned model's.
+- **Peak**: most memory at a time beside the weights, and its ratio to the unpruned model's.
 
-Likeness of all pairs is computed in blocks of rows, so that memory grows with the number of tokens and not with its square.
-Zero-TPrune is not here: it votes on the whole attention map, which for 4,096 patches and 6 heads has 400 MB.
+Memory grows with the number of tokens, not with its square. Zero-TPrune is left out: it needs the whole attention map, 400 MB for 4,096
+patches and 6 heads.
 
 Written by `python benchmarks/large_grid.py` on {stamp}.
 

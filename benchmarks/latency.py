@@ -8,7 +8,6 @@ then the benchmark is run, on other reduced models than those that the curve has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -79,7 +78,7 @@ def main(
             rows = {row.options: row for row in found.results if row.method == configs[0].method}
             base = next(row for row in found.results if row.method == "unpruned")
             if not number:
-                slow.append(f"Batch {batch}: {_slower(curve.slower())}")
+                slow.append(f"| {batch} | {_slower(curve.slower())} |")
             for name, seconds_, row in [("unpruned", curve.unpruned, base)] + [
                 (described(config), told, rows[described(config)])
                 for config, told in zip(configs, predicted, strict=True)
@@ -97,7 +96,7 @@ def main(
     text = PAGE.format(
         model=MODEL, rows="\n".join(lines), stamp=stamp(), dtype=dtype, rounds=rounds,
         seconds=seconds, longest=max(took),
-        slower="\n\n".join(slow), notes="\n\n".join(notes), wanted=WANTED,
+        slower="\n".join(slow), notes="\n\n".join(notes), wanted=WANTED,
         near=f"{sum(times)} of {len(times)} times and {sum(ratios)} of {len(ratios)} speed-ups",
     )  # fmt: skip
     write(page, (text.rstrip() + "\n").encode())
@@ -105,16 +104,23 @@ def main(
 
 
 def _slower(counts: dict[int, int]) -> str:
-    """Numbers of tokens that are slower than larger ones, as a sentence."""
-    pairs: Sequence[str] = [f"{count} than {larger}" for count, larger in counts.items()]
-    return f"slower than a larger number: {', '.join(pairs)}." if pairs else "none is slower than a larger one."
+    """Numbers of tokens that are slower than larger ones, neighbours as a range."""
+    spans: list[list[int]] = []  # first, last, the faster number
+    for count, larger in sorted(counts.items()):
+        if spans and spans[-1][1:] == [count - 1, larger]:
+            spans[-1][1] = count
+        else:
+            spans.append([count, count, larger])
+    told = [
+        f"{first}-{last} than {larger}" if first < last else f"{first} than {larger}" for first, last, larger in spans
+    ]
+    return ", ".join(told) or "none"
 
 
 PAGE = """# Latency: predicted and measured
 
-`tntprune search --latency` predicts the time of a schedule from a table of times per block.
-This page compares its predictions with `tntprune bench`. `{model}` with random weights, {dtype}, eager, {rounds} rounds.
-Measuring one table took at most {longest:.0f} s. Predictions within {wanted} %: {near}.
+`tntprune search --latency` predicts times from a table of times per block. `tntprune bench` measured them: `{model}` with random weights,
+{dtype}, eager, {rounds} rounds. Measuring one table took at most {longest:.0f} s. Predictions within {wanted} %: {near}.
 
 Written by `python benchmarks/latency.py --seconds {seconds:g}` on {stamp}.
 
@@ -122,10 +128,11 @@ Written by `python benchmarks/latency.py --seconds {seconds:g}` on {stamp}.
 |---:|---|---:|---:|---:|---:|---:|
 {rows}
 
-The table and the benchmark are measured minutes apart. If "unpruned" has an error too, the machine changed its speed in
-between: compare the speed-ups then.
+An error of "unpruned" means that the machine changed its speed in between: compare the speed-ups then.
 
-**Token counts that are slow.** Some numbers of patch tokens make a block at least 3 % slower than a larger number. {slower}
+| batch | patch tokens that take at least 3 % longer than a larger number |
+|---:|---|
+{slower}
 
 {notes}
 """

@@ -129,8 +129,8 @@ def main(
 
 PAGE = """# Data loading
 
-Do the reader processes keep the model busy? Photos are read, augmented and mixed as in training, {batch} per batch, {steps} steps
-after a first one. "light": random crops and mirror images, the default. "authors": all augmentation of TNT's authors.
+Do the reader processes keep the model busy? Photos are prepared as in training, {batch} per batch, {steps} steps
+after a first one. "light": the default augmentation. "authors": that of TNT's authors.
 
 Written by `python benchmarks/loading.py --data PHOTOS` on {stamp}.
 
@@ -140,7 +140,7 @@ Written by `python benchmarks/loading.py --data PHOTOS` on {stamp}.
 |---:|---:|---:|
 {reading}
 
-**Training** TNT with {workers} worker(s), the default: images/s, and in brackets the share of the time spent waiting for photos.
+**Training** TNT with {workers} worker(s), the default: images/s (time spent waiting for photos).
 
 | model | images in memory | light | authors |
 |---|---:|---:|---:|

@@ -87,8 +87,8 @@ def results(figures: Figures) -> str:
             f"{tome['top1']:.1f} at {tome['gmacs']:.3f} | above {floor:.1f} | {FLOORS[budget][1]} |"
         )
     plans = {budget: named(figures, f"table whole {budget}") for budget in BUDGETS}
-    told = [f"`{budget}` {rows[0]['schedule']}" for budget, rows in plans.items() if rows]
-    return "\n".join([*lines, "", "Tokens left, block by block: " + "; ".join(told) + "."] if told else lines)
+    told = [f"| {budget} | {rows[0]['schedule']} |" for budget, rows in plans.items() if rows]
+    return "\n".join([*lines, "", "| plan | block:tokens left |", "|---:|---|", *told] if told else lines)
 
 
 def search(figures: Figures) -> str:

@@ -143,12 +143,11 @@ def main(batch: int = 8, rounds: int = 25, page: Path = Path("docs/results/overh
 
 PAGE = """# Cost of each method
 
-How much time does a method add to the forward pass that it shortens?
 `{model}` with random weights, batch size {batch}, half of the patch tokens kept at block 3.
 
-- **Own time**: the time inside the method (scores, selection, merging, attention maps) as a share of the pass. Median of {rounds}.
-- **Against slicing**: the extra time over a model that cuts off the same number of tokens without choosing them. Median
-  of {rounds} paired ratios. ATS is compared with the most tokens that it can keep, so its figure is optimistic.
+- **Own time**: scores, selection, merging and attention maps as a share of the pass, median of {rounds}.
+- **Against slicing**: extra time over a model that cuts off as many tokens without choosing, median of {rounds} paired ratios.
+  Optimistic for ATS, which is compared with the most tokens that it can keep.
 
 Written by `python benchmarks/overhead.py` on {stamp}.
 

@@ -136,25 +136,25 @@ def page(
     epochs = "\n".join(f"| {line['epoch']} | {line['top1']:.1f} | {line['ema_top1']:.1f} |" for line in shown)
     return f"""# A backbone from random weights, at small scale
 
-`python benchmarks/pretrain.py --out runs/pretrain` makes {first["photos"]} photos of {classes} classes, {SIDE} x {SIDE} pixels: one
-coloured shape among {CLUTTER} grey ones, on noise. `tntprune pretrain` trains timm's `{MODEL}` on them from random weights
+`python benchmarks/pretrain.py --out runs/pretrain` makes {first["photos"]} photos of {classes} classes, {SIDE} x {SIDE} pixels: a
+coloured shape among {CLUTTER} grey ones. `tntprune pretrain` trains timm's `{MODEL}` on them from random weights
 ({first["steps"]} steps, {first["seconds"]:.0f} s). Top-1 on {whole.images} other photos: **{whole.top1:.1f} %** (chance: {100 / classes:.1f} %).
 
 | epoch | top-1 | top-1 of the moving average |
 |---:|---:|---:|
 {epochs}
 
-TNT's scorers were then trained on it ({second["steps"]} steps, {second["seconds"]:.0f} s). Tokens are dropped after block {AT} of 6:
+Then TNT was trained on it ({second["steps"]} steps, {second["seconds"]:.0f} s), tokens dropped after block {AT} of 6:
 
 | keep | patch tokens | MMACs | TNT | random drop |
 |---:|---:|---:|---:|---:|
 | 1 | {whole.tokens[0]} | {whole.macs / 1e6:.1f} | {whole.top1:.1f} | {whole.top1:.1f} |
 {table}
 
-Block, epochs and rates were chosen on these photos, so this page shows that the path works. It is no comparison of methods.
+No comparison of methods: block, epochs and rates were chosen on these photos.
 
-`vit16`, the paper's backbone, ran {third["steps"]} steps of {BATCH} photos at 64 x 64 pixels in {PARTS} micro-batches, with every
-augmentation: {third["seconds"]:.0f} s, losses from {vit16[0]["loss"]:.2f} to {vit16[-1]["loss"]:.2f}. A full training was not run.
+`vit16`, the paper's backbone, ran only {third["steps"]} steps of {BATCH} photos at 64 x 64 pixels in {PARTS} micro-batches, with every
+augmentation: {third["seconds"]:.0f} s, losses from {vit16[0]["loss"]:.2f} to {vit16[-1]["loss"]:.2f}.
 
 Measured on {stamp()}, beside other work.
 """

@@ -92,13 +92,12 @@ tntprune.reduce_(model, "pretrained", keep=0.7)
 tntprune.reduce_(model, "pretrained", at=(2, 4), keep=0.6)  # any of the blocks 1 to 5
 ```
 
-On the command line: `--reducer pretrained`. A model is recognised by its timm name and by the norms of four weight matrices
-(within {tolerance}). Half precision and another head are fine; random weights are refused.
+On the command line: `--reducer pretrained`. The model is recognised by its timm name and the norms of four weight matrices (within {tolerance}): half
+precision and another head are fine, random weights are refused.
 
 ## Measured
 
-Top-1 on {images:,} photos of the ImageNet-1k validation set, fp32. This is a subset: compare rows with each other, not with
-published accuracies. Agreement: share of photos with the unpruned model's first guess.
+Top-1 on {images:,} photos of the ImageNet-1k validation set, fp32: compare rows with each other, not with published accuracies.
 
 {table}
 
@@ -106,8 +105,8 @@ Written by `python benchmarks/pretrained.py --data ../shared/data --out runs/pre
 
 ## Training
 
-{minutes:.0f} minutes on 1,000 unlabelled photos (NIPS 2017 development set, CC BY 2.0). Each batch trains the scorer of one of five
-blocks. All other options are defaults. The weights had no timm name of their own; their norms match timm's `{name}`.
+{minutes:.0f} minutes on 1,000 unlabelled photos (NIPS 2017 development set, CC BY 2.0), with default options. The weights came without a name; their norms
+match timm's `{name}`.
 
 ```
 {command}

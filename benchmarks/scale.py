@@ -179,9 +179,8 @@ def page(found: dict[str, Done], judged: list[Done], checks: dict[str, bool], st
     given = " ".join(f"{name}={value}" for name, value in GIVEN_BACK.items())
     return f"""# A thousand classes in two processes
 
-`python benchmarks/scale.py --out runs/scale` makes small JPEGs of {CLASSES:,} classes and trains TNT on `{MODEL}` ({SIDE} x {SIDE} pixels)
-with the authors' recipe: all augmentation, mixup, cutmix, repeated photos, drop-path, moving average, fp16. {EPOCHS} epochs,
-{BATCH} photos per step, {PARTS} micro-batches.
+`python benchmarks/scale.py --out runs/scale` trains TNT on small JPEGs of {CLASSES:,} classes: `{MODEL}` ({SIDE} x {SIDE} pixels)
+with the authors' full recipe, {EPOCHS} epochs, {BATCH} photos per step, {PARTS} micro-batches.
 
 ```
 torchrun --nproc-per-node 2 -m tntprune train {MODEL} --data DIR --out RUN \\
@@ -195,9 +194,9 @@ torchrun --nproc-per-node 2 -m tntprune eval {MODEL} --data DIR --reducer RUN
 |---:|---:|---:|---:|---:|---:|
 {rows}
 
-Seconds include the start of Python. Evaluating {judged[0].printed["images"]:,} photos took {judged[0].seconds:.0f} s with one process and
-{judged[1].seconds:.0f} s with two. Memory is the peak, sampled ten times per second, without mapped library files, with {given}
-(glibc keeps up to 300 MiB of freed batches otherwise). {(MANY - FEW) * CLASSES:,} more photos in memory would take {held:.0f} MiB.
+Evaluating {judged[0].printed["images"]:,} photos took {judged[0].seconds:.0f} s with one process and
+{judged[1].seconds:.0f} s with two. Memory: peak without mapped library files, with {given}
+(glibc keeps freed memory otherwise). {(MANY - FEW) * CLASSES:,} more photos in memory would take {held:.0f} MiB.
 
 Measured on {stamp()}.
 """

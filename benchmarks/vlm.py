@@ -331,46 +331,34 @@ def page(rows: dict[str, Any], training: dict[str, Any], images: int, seeds: int
             cells = " | ".join(spread(rows[f"{output}{percent}"][name]) for name in names)
             table.append(f"| `{output}` | {percent} % ({round(PATCHES * percent / 100)}) | {cells} |")
     whole, part = rows["macs"]["100"], rows["macs"][f"tokens{least}TNT"]
-    row, verdicts = rows[f"tokens{least}"], []
-    for output, words in zip(OUTPUTS, ("in the language model", "in the tower alone"), strict=True):
-        found = rows[f"{output}{least}"]
-        lost = rows["full"]["all"] - mean(found["TNT"])
-        best = max((name for name in names if name != "TNT"), key=lambda name: mean(found[name]))
-        ahead = mean(found["TNT"]) - mean(found[best])
-        verdicts.append(
-            f"With {least} % of the tokens {words} TNT loses {lost:.1f} points, and is {abs(ahead):.1f} points "
-            f"{'ahead of' if ahead > 0 else 'behind'} the best of the others, {best}."
-        )
-    verdict = "\n".join(verdicts)
+    row = rows[f"tokens{least}"]
     lost = rows["full"]["all"] - mean(row["TNT"])
-    met = (
-        "met" if lost <= 2 and mean(row["TNT"]) > max(mean(row[name]) for name in names if name != "TNT") else "not met"
-    )
-    verdict += f"\nThe goal, to lose at most 2 points with `tokens` and to beat the others, is {met}."
+    best = max(mean(row[name]) for name in names if name != "TNT")
+    met = "met" if lost <= 2 and mean(row["TNT"]) > best else "**not met**"
+    verdict = f"Goal for TNT with `tokens` at {least} %: lose at most 2 points and beat the others. It loses {lost:.1f} points: {met}."
     return f"""# A vision-language model with fewer visual tokens
 
-`python benchmarks/vlm.py --out runs/vlm` trains a tiny LLaVA: a ViT tower that starts from the demo's weights and a Llama-like
-decoder, {training["parameters"]:,} parameters, {training["steps"]} steps of {training["batch"]} pictures, {training["seconds"]} s. A picture of 64 x 64
-pixels, {PATCHES} visual tokens, shows one to three handwritten digits among fragments of others. Percent of {images:,} pictures of
-other scans whose digits it counts right; with "grid" the language model gets a token for every patch all the same:
+`python benchmarks/vlm.py --out runs/vlm` trains a tiny LLaVA (ViT tower from the demo's weights, Llama-like decoder): {training["parameters"]:,} parameters,
+{training["steps"]} steps of {training["batch"]} pictures, {training["seconds"]} s. A picture (64 x 64 pixels, {PATCHES} visual tokens) shows one to three handwritten digits
+among fragments of others. Percent of {images:,} pictures of other scans whose digits it counts right, by
+[`output`](../guides/vision-language.md):
 
 {chr(10).join(table)}
 
 {verdict}
 
-The answer "three" is given to {rows["full"]["three"]:.0f} % of the pictures by the unpruned model, with {least} % of the tokens to
-{mean(row["TNT"], "three"):.0f} % with TNT, {mean(row["Top-K"], "three"):.0f} % with Top-K, {mean(row["ToMe"], "three"):.0f} % with ToMe and {mean(row["random"], "three"):.0f} % with random drop. This small model counts by the share of visual tokens that
-show digits, it seems: methods that drop the clutter raise that share, and random drop does not.
+The unpruned model answers "three" for {rows["full"]["three"]:.0f} % of the pictures; with {least} % of the tokens it is {mean(row["TNT"], "three"):.0f} % with TNT, {mean(row["Top-K"], "three"):.0f} % with Top-K,
+{mean(row["ToMe"], "three"):.0f} % with ToMe and {mean(row["random"], "three"):.0f} % with random drop. The model seems to count by the share of visual tokens that show digits;
+methods that drop the clutter raise that share.
 
-TNT and random drop: {seeds} and 3 seeds, mean (least to most). TNT, random drop and Top-K act at block {AT} of {DEPTH}, ToMe at blocks 1 to
-{DEPTH - 2}. TNT was calibrated on 640 other pictures with the question and without answers ({rows["calibration"]["steps"]} steps,
-{rows["calibration"]["seconds"]} s), once for both rates.
+Means over {seeds} seeds of TNT and 3 of random drop (least to most). ToMe acts at blocks 1 to {DEPTH - 2}, the others at block {AT} of {DEPTH}. TNT was
+calibrated on 640 other pictures without answers ({rows["calibration"]["steps"]} steps, {rows["calibration"]["seconds"]} s).
 
-At {least} % a prompt costs {part["tower"] / 1e6:.1f} instead of {whole["tower"] / 1e6:.1f} MMACs in the tower and {part["prefill"] / 1e6:.1f} instead of
-{whole["prefill"] / 1e6:.1f} in the language model; its cache takes {part["cache"] / 1024:.0f} instead of {whole["cache"] / 1024:.0f} KiB.
+A prompt at {least} %, with all tokens in brackets: {part["tower"] / 1e6:.1f} ({whole["tower"] / 1e6:.1f}) MMACs in the tower, {part["prefill"] / 1e6:.1f} ({whole["prefill"] / 1e6:.1f}) in the
+language model, {part["cache"] / 1024:.0f} ({whole["cache"] / 1024:.0f}) KiB of cache.
 
-**What this does not show.** The model was also trained to tell which digit is left or right of another one, and has not learned it
-in this time: {rows["mixed"]["left"]:.0f} and {rows["mixed"]["right"]:.0f} % right, unpruned. One small model and one question are no comparison of methods.
+**Limits.** The model has not learned to tell which digit is left or right of another one:
+{rows["mixed"]["left"]:.0f} and {rows["mixed"]["right"]:.0f} % right, unpruned. One model and one question do not compare methods.
 
 Measured on {stamp()}, beside other work.
 """

@@ -5,7 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tntprune import ATS, TNT, AViT, DynamicViT, EViT, EvoViT, Random, ToMe, TopK, ZeroTPrune
+from tntprune import (
+    ATC,
+    ATS,
+    MCTF,
+    TNT,
+    AViT,
+    DynamicViT,
+    EViT,
+    EvoViT,
+    PiToMe,
+    Random,
+    ToFu,
+    ToMe,
+    TopK,
+    ZeroTPrune,
+)  # fmt: skip
 from tntprune.backbones.attach import reduction_of
 from tntprune.reduce import reduce_
 
@@ -35,15 +50,24 @@ CONFIGS = {
     "dynamicvit": DynamicViT(at=(2, 4), keep=0.6),
     "tome": ToMe(r=5),
     "tome-passes": ToMe(at=(2, 4), keep=0.4, inside=False, metric="x", proportional=False),
+    "tome-mlerp": ToMe(r=5, average="mlerp"),
+    "pitome": PiToMe(r=5),
+    "pitome-passes": PiToMe(at=(2, 4), keep=0.4, inside=False, metric="x"),
+    "tofu": ToFu(r=5),
     "zerotprune": ZeroTPrune(at=(1, 3), keep=0.8, similar=4),
     "zerotprune-is": ZeroTPrune(at=2, keep=0.5, similar=5, beyond=False, stages="is", feature="x", variance=None),
     "ats": ATS(at=(2, 4), keep=0.6),
     "avit": AViT(gate_center=5.0),
     "avit-fixed": AViT(at=2, keep=0.5),
     "evovit": EvoViT(at=(2, 4), keep=0.5),
+    "mctf": MCTF(r=5),
+    "mctf-passes": MCTF(at=(2, 4), keep=0.4, inside=False, metric="mean", proportional=False),
+    "atc": ATC(at=(2, 4), keep=0.8),
+    "atc-average": ATC(at=2, r=20, linkage="average", inside=False, metric="x", proportional=False),
 }
 FIRST = (  # one of each kind of method
     "random", "tnt", "tnt-merging", "topk", "evit", "dynamicvit", "tome", "zerotprune", "ats", "avit", "evovit",
+    "pitome", "tofu", "mctf", "atc",
 )  # fmt: skip
 SOME = ("random", "tnt-similar", "tnt-several", "tnt-similar-merge", "tnt-merging-inside", "evit", "tome", "ats")
 EACH = (
@@ -56,10 +80,14 @@ EACH = (
     "dynamicvit",
     "tome",
     "tome-passes",
+    "pitome",
+    "tofu",
     "zerotprune",
     "ats",
     "avit",
     "evovit",
+    "mctf",
+    "atc",
 )
 LOOSE = (
     "ats",

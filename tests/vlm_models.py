@@ -22,6 +22,12 @@ from transformers import (
     LlavaOnevisionForConditionalGeneration,
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
     VipLlavaConfig,
@@ -39,6 +45,14 @@ TEXT: dict[str, Any] = {
     "pad_token_id": PAD,
 }  # fmt: skip
 TOKENS = {"image_token_id": IMAGE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD}
+
+
+CELLS: dict[str, Any] = {"depth": 4, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2}
+SEEN = {"image_token_id": IMAGE, "video_token_id": 97, "vision_start_token_id": 96, "vision_end_token_id": 95}
+
+
+def _mrope() -> dict[str, Any]:
+    return {"text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}}
 
 
 def _clip() -> dict[str, Any]:
@@ -101,6 +115,31 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
     "smolvlm": lambda: SmolVLMForConditionalGeneration(SmolVLMConfig(**_idefics("smolvlm"), **_llama(), **TOKENS)),
 }  # fmt: skip
+PACKED: dict[str, Callable[[], Any]] = {  # whose images have a size of their own: prompts come from `packed`
+    "qwen2_vl": lambda: Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(
+            vision_config={**CELLS, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}, **_mrope(), **SEEN
+        )
+    ),
+    "qwen2_5_vl": lambda: Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            vision_config={
+                **CELLS, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32, "window_size": 16,
+                "fullatt_block_indexes": [1, 3],
+            },
+            **_mrope(), **SEEN,
+        )
+    ),
+    "qwen3_vl": lambda: Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(
+            vision_config={
+                **CELLS, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32,
+                "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2],
+            },
+            **_mrope(), **SEEN,
+        )
+    ),
+}  # fmt: skip
 SHORTENED = (
     "llava",
     "llava_siglip",
@@ -108,7 +147,12 @@ SHORTENED = (
     "paligemma",
     "llava_next",
     "vipllava",
+    "internvl",
+    "idefics3",
+    "smolvlm",
+    "gemma3",
 )  # those that take output="tokens"
+CELLS_KEPT = ("internvl", "idefics3", "smolvlm", "gemma3")  # of which whole cells of 2 x 2 patches are kept
 RARE = ("llava_siglip", "llava_vit", "llava_next", "onevision", "idefics3")  # for the wide tests: others are like them
 SIZES = torch.tensor([[60, 50]])  # of an image before it is cut into crops, rows and columns
 
@@ -122,7 +166,7 @@ def make(kind: str, attention: str = "sdpa") -> Any:
     """A random model in eval mode, the same at every call, with nothing at its initial zeros."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = KINDS[kind]()
+        model = {**KINDS, **PACKED}[kind]()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -177,6 +221,35 @@ def prompts(kind: str, model: Any, rows: list[list[int | None]], side: str = "le
         found["token_type_ids"] = torch.zeros_like(ids)
     if kind == "gemma3":
         found["token_type_ids"] = (ids == IMAGE).long()
+    return found
+
+
+def packed(rows: list[list[int | tuple[int, int]]], side: str = "left", skip: int = 0) -> dict[str, torch.Tensor]:
+    """A batch of prompts for one of the `PACKED` models, as the processor makes it.
+
+    Args:
+        rows: Of each prompt the tokens; a pair stands for an image of so many rows and columns of cells.
+        side: "left" or "right", where it is padded.
+        skip: Images of the same random ones that are left out before these.
+    """
+    whole = [
+        [t for one in row for t in ([IMAGE] * (one[0] * one[1]) if isinstance(one, tuple) else [one])] for row in rows
+    ]
+    length = max(map(len, whole))
+    ids = torch.full((len(rows), length), PAD)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(whole):
+        there = slice(length - len(row), length) if side == "left" else slice(0, len(row))
+        ids[number, there], mask[number, there] = torch.tensor(row), 1
+    found = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == IMAGE).long()}
+    grids = [one for row in rows for one in row if isinstance(one, tuple)]
+    if grids:
+        images = [
+            torch.randn(4 * high * wide, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(skip + number))
+            for number, (high, wide) in enumerate(grids)
+        ]
+        found["pixel_values"] = torch.cat(images)
+        found["image_grid_thw"] = torch.tensor([[1, 2 * high, 2 * wide] for high, wide in grids])
     return found
 
 

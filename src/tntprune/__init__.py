@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from tntprune.errors import UsageError, UserError
     from tntprune.exporters.export import export
     from tntprune.methods import (
+        ATC,
         ATS,
+        MCTF,
         TNT,
         AViT,
         DynamicViT,
         EViT,
         EvoViT,
+        PiToMe,
         Random,
+        ToFu,
         ToMe,
         TopK,
         ZeroTPrune,
@@ -38,16 +42,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "ATS", "TNT", "AViT", "Config", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "Random", "ScoringMethod",
-    "ToMe", "Tokens", "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_", "embed", "evaluate", "export",
-    "features", "find_plan", "load_", "macs", "option", "push", "record", "reduce_", "register_method", "restore_",
-    "save", "vit16",
+    "ATC", "ATS", "MCTF", "TNT", "AViT", "Config", "DynamicViT", "EViT", "EvoViT", "Layout", "Method", "PiToMe",
+    "Random", "ScoringMethod", "ToFu", "ToMe", "Tokens", "TopK", "UsageError", "UserError", "ZeroTPrune", "calibrate_",
+    "embed", "evaluate", "export", "features", "find_plan", "load_", "macs", "option", "push", "record", "reduce_",
+    "register_method", "restore_", "save", "vit16",
 ]  # fmt: skip
 
 _HOMES = {
     **dict.fromkeys(
-        ("ATS", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "Random", "ToMe", "TopK", "ZeroTPrune",
-         "register_method"), "methods"
+        ("ATC", "ATS", "MCTF", "TNT", "AViT", "DynamicViT", "EViT", "EvoViT", "PiToMe", "Random", "ToFu", "ToMe",
+         "TopK", "ZeroTPrune", "register_method"), "methods"
     ), "Config": "methods.config", "option": "methods.config", "Layout": "methods.base", "Method": "methods.base",
     "ScoringMethod": "methods.base",
     "Tokens": "ops.tokens", "UsageError": "errors", "UserError": "errors",

@@ -14,7 +14,12 @@ from tntprune.serialization.plan import Plan
 
 
 def reduce_(
-    model: Model, config: Config | Plan | str | Path, *more: Config, output: str | None = None, **changes: Any
+    model: Model,
+    config: Config | Plan | str | Path,
+    *more: Config,
+    output: str | None = None,
+    last_block: str | None = None,
+    **changes: Any,
 ) -> Model:
     """Make a model drop or merge tokens, in place. A reduction that is already there is replaced.
 
@@ -29,6 +34,10 @@ def reduce_(
         output: Of a vision-language model, what its tower gives to the language model: "grid", a token for every patch,
             so that the tower alone is cheaper; or "tokens", those that are kept, so that the language model is, too.
             None is "grid", or for what is loaded what it was saved with.
+        last_block: What the last block computes where the head reads prefix tokens alone, such as the CLS token:
+            "prefix", those alone, with the patch tokens as keys and values; or "all". The logits are the same within
+            rounding. Whoever asks for tokens still gets all of them (`forward_features`, `features`, `record`), and
+            so do hooks in that block. None is "all", or for what is loaded what it was saved with.
         **changes: Options to change in what is loaded: `reduce_(model, "pretrained", keep=0.7)`.
 
     Returns:
@@ -46,13 +55,13 @@ def reduce_(
             raise UsageError(
                 f"{config!r}: a method's name; expected its config, tntprune.{all_methods()[config].__name__}()"
             )
-        return load_(model, config, *more, output=output, **changes)
+        return load_(model, config, *more, output=output, last_block=last_block, **changes)
     if changes and isinstance(config, Config):
         raise UsageError(
             f"{min(changes)}: options go into the config, as in {type(config).__name__}({min(changes)}=...)"
         )
     before = reduction_of(model) if is_reduced(model) else None
-    attach(model, config, *more, output=output)
+    attach(model, config, *more, output=output, last_block=last_block)
     if before is not None and before.unsaved:
         warnings.warn(
             f"the scorers that {before.config.method} learned are lost, because its reduction was replaced; to keep "

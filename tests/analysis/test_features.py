@@ -106,7 +106,9 @@ def test_every_place_gets_its_carrier_or_the_nearest_kept_token_at_any_size(name
             assert carrier.shape == (2, grid[0] * grid[1]), block
 
 
-@pytest.mark.parametrize("name", ["random-several", "tome", "evovit", "ats", "avit", "evit", "tnt-merging-inside"])
+@pytest.mark.parametrize(
+    "name", ["random-several", "tome", "evovit", "ats", "avit", "evit", "tnt-merging-inside", "mctf"]
+)
 def test_it_does_not_depend_on_the_batch(name):
     model = stirred(make("dynamic"), CONFIGS[name])
     images = torch.randn(4, 3, 24, 48, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ import torch
 from fvcore.nn import FlopCountAnalysis
 
 from conftest import make, photos_for
-from tntprune import TNT, Random, macs, reduce_
+from tntprune import ATC, MCTF, TNT, Random, macs, reduce_
 from tntprune.backbones.attach import base_of
 from tntprune.backbones.models import shape_of
 
@@ -35,6 +35,8 @@ CONFIGS = [
     TNT(at=2, keep=0.5, similar=4, recipe="paper"),
     TNT(at=(1, 3), keep=(0.8, 0.5), similar=7, recipe="paper", scorer="mlp"),
     TNT(at=3, keep=0.25, similar=4),
+    MCTF(r=5),
+    ATC(at=(1, 3), keep=0.8, linkage="average"),
     TNT(at=(1, 3), keep=(0.8, 0.5)),
     TNT(at=(1, 3), keep=0.8, inside=True, metric="mean"),
 ]

@@ -23,7 +23,7 @@ def photo(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("method", ["tnt", "tome", "evit", "ats", "avit", "evovit", "random"])
+@pytest.mark.parametrize("method", ["tnt", "tome", "pitome", "tofu", "mctf", "evit", "ats", "avit", "evovit", "random"])
 def test_an_outcome_has_a_picture_for_each_block_and_what_it_costs(digits, photo, method):
     seen = view(photo, digits.model)
     found = outcome(digits, digits.reduced(method, 0.6), seen)

@@ -12,7 +12,7 @@ from fvcore.nn import FlopCountAnalysis
 
 import tntprune
 import vlm_models
-from configs import stirred
+from configs import first, stirred
 from hf_models import (
     CLASSIFIERS,
     EVERY,
@@ -28,7 +28,7 @@ from hf_models import (
     used,
 )
 from reference import by_place, in_halves
-from tntprune import ATS, TNT, DynamicViT, EViT, Random, ToMe
+from tntprune import ATC, ATS, MCTF, TNT, DynamicViT, EViT, Random, ToMe
 from tntprune.backbones.attach import base_of, is_reduced, reduction_of
 from tntprune.backbones.base import adapters_of, find_backbone, tower_of
 from tntprune.backbones.hf.towers import mean_by_size
@@ -46,6 +46,8 @@ CONFIGS = {
     "tome": ToMe(r=5),
     "dynamicvit": DynamicViT(at=(1, 3), keep=0.6),
     "ats": ATS(at=(2, 3), keep=0.6),
+    "mctf": MCTF(r=5),
+    "atc": ATC(at=(2, 3), keep=0.8),
 }
 EACH_FAMILY = (
     "vit_classifier",
@@ -79,7 +81,7 @@ def each(request):
     return request.param
 
 
-@pytest.fixture(params=list(CONFIGS))
+@pytest.fixture(params=first(CONFIGS, [name for name in CONFIGS if name not in ("mctf", "atc")]))
 def config(request, each):
     config, model = CONFIGS[request.param], make(each)
     reason = implementation(type(config)).obstacle(find_backbone(model).layout(model), config)
@@ -471,7 +473,9 @@ def test_there_is_a_model_of_each_class_and_a_line_of_each_family_in_the_docs():
     """The marks in the table are the tests above of every kind."""
     assert sorted(kind for kinds in FAMILIES.values() for kind in kinds) == sorted(KINDS)
     towers = {type(part) for kind in KINDS for part in (make(kind), tower_of(make(kind)))}
-    towers |= {type(part) for kind in vlm_models.KINDS for part in vlm_models.make(kind).modules()}
+    towers |= {
+        type(part) for kind in {**vlm_models.KINDS, **vlm_models.PACKED} for part in vlm_models.make(kind).modules()
+    }
     for adapter in adapters_of("transformers"):
         assert {*adapter.swaps, *adapter.holders} <= towers
     page = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text()

@@ -20,7 +20,7 @@ from tntprune.backbones.attach import base_of, reduction_of, twin_of
 from tntprune.backbones.base import tower_of
 
 METHODS = ("random", "tnt-similar", "tnt-merging-inside", "topk", "evit", "dynamicvit", "tome", "zerotprune", "ats",
-           "avit", "avit-fixed", "evovit")  # fmt: skip
+           "avit", "avit-fixed", "evovit", "mctf", "atc")  # fmt: skip
 FAMILIES = ("layer_scale", "post_norm", "eva02", "rope_mixed", "beit")
 TOWERS = ("vit_classifier", "deit_teacher", "dinov2_classifier", "registers_classifier", "clip_projection", "siglip")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from transformers import DynamicCache
 import tntprune
 from tntprune import ATS, TNT, Random, ToMe
 from tntprune.backbones.attach import base_of, reduction_of
+from tntprune.backbones.base import tower_of
 from tntprune.backbones.hf.shortening import places_of
+from tntprune.backbones.hf.vlm import BY_CLASS
+from tntprune.methods.registry import implement
 from tntprune.reduce import reduce_
-from vlm_models import IMAGE, ONE, PAD, SEVERAL, SHORTENED, make, pixels, placeholders, prompts, usual
+from vlm_models import CELLS_KEPT, IMAGE, ONE, PAD, SEVERAL, SHORTENED, make, pixels, placeholders, prompts, usual
 
 CONFIGS = {
     "random": Random(at=2, keep=0.25),
@@ -28,6 +32,8 @@ def kind(request):
 
 
 def shortened(kind, config=CONFIGS["random"]):
+    if kind in CELLS_KEPT and isinstance(config, ToMe):
+        config = replace(config, inside=False, metric="x")
     model = reduce_(make(kind), config, output="tokens")
     reduction_of(model).set_calibrated()
     return model
@@ -41,7 +47,7 @@ def run(model, given, **options):
 def seen_by_language_model(model):
     """A list that gets the length of each sequence that the language model is given."""
     lengths = []
-    layer = model.model.language_model.layers[0]
+    layer = model.model.get_submodule(BY_CLASS[type(base_of(model))].language).layers[0]
     layer.register_forward_hook(lambda _, given, out: lengths.append(given[0].shape[1]))
     return lengths
 
@@ -81,8 +87,8 @@ def test_it_is_the_unpruned_model_on_what_is_left(kind, name):
             "image": type(found)(pooler_output=kept[None] if isinstance(found.pooler_output, torch.Tensor) else [kept])
         },
     }
-    if kind == "paligemma":
-        short["token_type_ids"] = torch.zeros_like(short["input_ids"])
+    if "token_type_ids" in given:
+        short["token_type_ids"] = given["token_type_ids"][keep][None]
     lengths = seen_by_language_model(model)
     out, expected = run(model, given), run(base_of(model), short)
     assert lengths[0] == short["input_ids"].shape[1] < given["input_ids"].shape[1]
@@ -101,6 +107,44 @@ def test_what_is_kept_is_what_was_recorded():
         assert (~image.isnan().any(1)).nonzero()[:, 0].tolist() == kept.tolist()
 
 
+@pytest.mark.parametrize("kind", usual(CELLS_KEPT))
+def test_whole_cells_are_kept_and_the_tower_runs_on_them_alone(kind):
+    """Against the plain blocks on the kept patches, and the plain projector on a grid with nothing at other places."""
+    model = shortened(kind)
+    given = prompts(kind, model, [[1, None, 7, None, 8, 9]])
+    with tntprune.record(model) as trace:
+        found = features(model, given).pooler_output
+    base = base_of(model).model
+    tower, prefix, names = tower_of(base), kind == "internvl", dict(base.named_children())
+    images = given["pixel_values"].flatten(0, -4)
+    with torch.inference_mode():
+        more = {"patch_attention_mask": torch.ones(2, 8, 8, dtype=torch.bool)} if "connector" in names else {}
+        states = tower(images, output_hidden_states=True, **more).hidden_states[2]
+        for number, (state, kept) in enumerate(zip(states, trace.kept[2])):
+            cells = (kept // 16 * 4 + kept % 8 // 2).unique(return_counts=True)
+            assert cells[1].tolist() == [4] * 4  # of 16 cells a quarter
+            x = torch.cat([state[:prefix], state[kept + prefix]])[None]
+            for block in (tower.encoder.layer if prefix else tower.encoder.layers)[2:]:
+                x = block(x) if prefix else block(x, None)
+            x = tower.layernorm(x) if prefix else tower.post_layernorm(x)
+            grid = torch.zeros(1, 64, 32).index_copy(1, kept, x[:, prefix:])
+            if prefix:
+                shuffled = base.pixel_shuffle(grid.view(1, 8, 8, 32), 0.5).flatten(1, 2)
+                expected = base.multi_modal_projector(shuffled)[0]
+            else:
+                expected = (base.connector if "connector" in names else base.multi_modal_projector)(grid)[0]
+            own = found[0].unflatten(0, (2, 16))[number] if "connector" in names else found[number]
+            there = ~own.isnan().any(1)
+            assert there.nonzero()[:, 0].tolist() == cells[0].tolist()
+            torch.testing.assert_close(own[there], expected[there], atol=1e-5, rtol=1e-4)
+
+
+def test_methods_that_look_into_blocks_are_refused_where_cells_are_kept():
+    for config in (tntprune.EViT(at=2), TNT(at=2, score="attention"), ToMe(r=2)):
+        with pytest.raises(tntprune.UserError, match="output='tokens' keeps whole cells of 2 x 2 patches, unlike"):
+            reduce_(make("internvl"), config, output="tokens")
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_prompt_does_not_depend_on_its_batch_nor_on_its_padding(kind, side):
     model = shortened(kind)
@@ -115,6 +159,8 @@ def test_a_prompt_does_not_depend_on_its_batch_nor_on_its_padding(kind, side):
                 alone[name] = given[name][first : first + images]
         if not images:
             alone = {name: value for name, value in alone.items() if name not in ("pixel_values", "image_sizes")}
+        if kind in ("idefics3", "smolvlm") and images:  # whose images are in rows
+            alone["pixel_values"] = given["pixel_values"][number : number + 1, :images]
         first += images
         there = given["attention_mask"][number].bool()
         expected = run(model, alone).logits[0]
@@ -158,7 +204,8 @@ def test_generation_with_a_cache_is_generation_without(kind, rows):
     assert lengths == [lengths[0], 1, 1, 1] and lengths[0] < count
     assert torch.equal(cached, model.generate(**given, **GENERATED, use_cache=False))
     assert torch.equal(cached[:, :count], given["input_ids"]) and cached.shape[1] == count + 4
-    out = run(model, given)
+    places = given["attention_mask"].cumsum(1).clamp(min=1) - 1 + (kind == "paligemma")
+    out = run(model, given, position_ids=places)
     for more in range(4):  # a loop of one's own
         token = next_of(out)
         assert token[:, 0].tolist() == cached[:, count + more].tolist()
@@ -257,8 +304,10 @@ def test_losses_and_gradients_are_finite_and_of_the_tokens_that_are_seen(kind):
     out.loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert all(grad.isfinite().all() for grad in grads.values())
-    assert any("projector" in name and grad.abs().sum() > 0 for name, grad in grads.items())
-    assert any("vision_tower" in name and grad.abs().sum() > 0 for name, grad in grads.items())
+    assert any(("projector" in name or "connector" in name) and grad.abs().sum() > 0 for name, grad in grads.items())
+    assert any(
+        ("vision_tower" in name or "vision_model" in name) and grad.abs().sum() > 0 for name, grad in grads.items()
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -283,7 +332,7 @@ def test_what_a_shortened_sequence_cannot_do_is_refused_in_one_line():
     model = shortened("llava")
     given = prompts("llava", model, ONE)
     fewer = {**given, "input_ids": given["input_ids"][:, 4:], "attention_mask": given["attention_mask"][:, 4:]}
-    with pytest.raises(tntprune.UserError, match=r"the prompt has 61 image tokens; expected 64 for its 1 image"):
+    with pytest.raises(tntprune.UserError, match=r"the prompt has 61 image tokens; expected 64 for its images"):
         run(model, fewer)
     with pytest.raises(tntprune.UserError, match="inputs_embeds and images"):
         run(model, {"inputs_embeds": torch.zeros(1, 68, 32), "pixel_values": given["pixel_values"]})
@@ -307,6 +356,17 @@ def test_what_a_shortened_sequence_cannot_do_is_refused_in_one_line():
         run(model, {**given, "pixel_values": given["pixel_values"] * torch.nan})
 
 
+def test_fillers_are_refused_where_a_sliding_window_would_count_them():
+    model = shortened("gemma3")
+    rows = [[1, None, 5, None], [1, None, *range(3, 20)]]  # of one length
+    given = prompts("gemma3", model, rows)
+    assert given["attention_mask"].all() and run(model, given).logits.isfinite().all()
+    model.config.text_config.sliding_window = 16
+    assert run(model, prompts("gemma3", model, ONE)).logits.isfinite().all()
+    with pytest.raises(tntprune.UserError, match=r"and 2\d are left, more than the sliding window of 16"):
+        run(model, given)
+
+
 def test_return_dict_and_the_model_without_a_head(kind):
     model = shortened(kind)
     given = prompts(kind, model, ONE)
@@ -315,3 +375,25 @@ def test_return_dict_and_the_model_without_a_head(kind):
     with torch.inference_mode():
         assert torch.equal(model.lm_head(inner.last_hidden_state), out.logits)
     assert torch.equal(run(model.model, given, return_dict=False)[0], inner.last_hidden_state)
+
+
+class Inside(Random):
+    """Acts between attention and MLP."""
+
+    method = "inside"
+    is_inside = True
+
+
+class InsideMethod(tntprune.ScoringMethod):
+    def score(self, tokens, heads):
+        return tokens.patches.norm(dim=2)
+
+
+def test_a_method_of_ones_own_that_acts_inside_blocks_is_refused_where_cells_are_kept():
+    implement(Inside, InsideMethod)
+    model = reduce_(make("internvl"), Inside(at=2, keep=0.5))
+    assert run(model, prompts("internvl", model, ONE)).logits.isfinite().all()
+    with pytest.raises(
+        tntprune.UserError, match="inside acts inside blocks or reads their attention, and a token is a"
+    ):
+        reduce_(make("internvl"), Inside(at=2, keep=0.5), output="tokens")

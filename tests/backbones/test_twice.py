@@ -17,7 +17,6 @@ from tntprune import TNT, AViT, DynamicViT, Random, ToMe, TopK, UserError, reduc
 from tntprune.backbones.attach import base_of, reduction_of
 from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.training.config import Training
-from tntprune.training.frozen_pass import run_for_prefix
 from tntprune.training.trainer import Trainer, learning
 
 ALWAYS = 1 - 1e-9  # of the batches are rehearsed
@@ -182,14 +181,15 @@ def test_the_last_block_runs_for_prefix_tokens_alone():
     assert rows == [5, 5]
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_for_prefix_tokens_alone_gives_what_the_whole_one_gives(kind):
+def test_a_block_for_prefix_tokens_alone_gives_what_the_whole_one_gives(kind, apart):
     model = reduce_(make(kind), Random(at=0, keep=0.5))
     prefix = model.num_prefix_tokens
     with torch.inference_mode():
         tokens, places = model.enter(photos_for(model))
         whole = model.run(len(model.blocks), tokens.x, places)[:, :prefix]
-        torch.testing.assert_close(run_for_prefix(model, tokens, places).x, whole, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(model.run_for_prefix(tokens, places, apart).x, whole, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("config", [TNT(at=2), DynamicViT(at=2)], ids=lambda config: config.method)

@@ -66,6 +66,15 @@ def test_methods_with_the_same_counts_share_a_bound():
     assert found[1].bound == found[4].bound == found[3].bound == 2
 
 
+def test_the_bound_of_a_short_last_block_is_as_short():
+    whole = reduce_(make("plain"), TNT(at=2, keep=0.5))
+    found = candidates(make("plain"), [TNT(at=2, keep=0.5)], [whole], last_block="prefix")
+    assert [one.method for one in found] == ["unpruned", *["tnt", "bound", "random"] * 2]
+    assert found[4].bound == 5 and found[4].options == "tnt at=2 keep=0.5 last_block=prefix"
+    assert found[4].mac_ratio > found[1].mac_ratio and found[5].mac_ratio > found[4].mac_ratio > 1
+    assert all(reduction_of(one.model).last_block == "prefix" for one in found[4:])
+
+
 @pytest.mark.parametrize("name", list(METHODS))
 def test_a_config_as_a_line_is_read_back_as_itself(name):
     for config in (METHODS[name](), METHODS[name](at=2, keep=0.3)):

@@ -188,6 +188,26 @@ def test_macs_takes_one_value_or_several(call, arguments, tokens):
     assert code == 0 and json.loads(out)["tokens"] == tokens
 
 
+def test_a_last_block_for_prefix_tokens_alone(call, tmp_path):
+    given = ["macs", "digits_vit", "--method", "random", "--at", 2]
+    whole, short = (json.loads(call(*given, "--last-block", which, "--json")[1]) for which in ("all", "prefix"))
+    assert short["macs"] < whole["macs"] and short["per_block"][:-1] == whole["per_block"][:-1]
+    assert (short["last_block"], whole["last_block"]) == ("prefix", "all")
+    assert "block  6:   32 patch tokens" in (out := call(*given, "--last-block", "prefix")[1])
+    assert out.count("as keys and values alone") == 1
+    code, _, err = call("macs", "digits_vit", "--last-block", "prefix")
+    assert code == 2 and "--last-block was given without --method" in err
+    code, _, err = call("macs", "vit_base_patch16_clip_224", *given[2:], "--last-block", "cls")
+    assert code == 2 and "'cls' for argument '--last-block'" in err
+    code, _, err = call("macs", "vit_base_patch16_siglip_224", *given[2:], "--last-block", "prefix")
+    assert code == 2 and "its head reads the patch tokens (global_pool='map'); expected 'all'" in err
+    assert "last block for prefix tokens alone: can be asked for" in call("info", "digits_vit")[1]
+    data = json.loads(call("info", "vit_base_patch16_siglip_224", "--json")[1])
+    assert data["last_block"]["prefix"] == "its head reads the patch tokens (global_pool='map')"
+    assert call("export", *given[1:], "--last-block", "prefix", "--to", "pt2", "--out", tmp_path / "a.pt2")[0] == 0
+    assert json.loads((tmp_path / "a.pt2.json").read_text())["macs"] == short["macs"]
+
+
 def test_every_kind_of_flag_is_understood(call):
     flags = {
         "recipe": "paper", "scorer": "mlp", "hidden": 5, "noise-blocks": 3, "capacity": 0.25, "noise-scale": "rms",

@@ -270,12 +270,12 @@ def test_messages_in_troubleshooting_are_real():
 
 
 def test_pages_are_short_enough_to_be_read():
-    """Outside of tables and code; 11,970 words stood there before the site, without today's models and commands."""
+    """Outside of tables and code; issue 19 asked for at most half of the 14,675 words that stood there."""
     text = "\n".join(text for name, text in PAGES.items() if name != "docs/paper.md")
     prose = [
         line for line in BLOCK.sub("", text).splitlines() if not line.lstrip().startswith(("|", "<", "![", "--8<--"))
     ]
-    assert sum(len(line.split()) for line in prose) < 10_000
+    assert sum(len(line.split()) for line in prose) < 8_000
 
 
 def test_the_citation_is_in_the_readme():

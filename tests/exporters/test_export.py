@@ -95,6 +95,22 @@ def test_a_file_says_what_the_model_says(to, kind, configs, dynamic, tmp_path):
     assert to != "onnx" or constant_counts(path)
 
 
+@pytest.mark.parametrize("to", ["pt2", wide("onnx"), wide("openvino")])
+def test_a_last_block_for_prefix_tokens_alone(to, tmp_path):
+    pytest.importorskip({"onnx": "onnxscript", "openvino": "openvino", "pt2": "torch"}[to])
+    model = reduce_(small("distilled"), TNT(at=1, keep=0.5), last_block="prefix")
+    whole = reduce_(small("distilled"), TNT(at=1, keep=0.5))
+    images, path = photos_for(model, 2), tmp_path / f"model.{SUFFIX[to]}"
+    export(model, path, to, dynamic_batch=True)
+    run, about = reopen(path)
+    with torch.inference_mode():
+        torch.testing.assert_close(run(images)[0], whole(images), atol=1e-5, rtol=1e-4)
+    assert about["macs"] == tntprune.macs(model).macs < tntprune.macs(whole).macs
+    assert check(model, path, photos_for(model, 4)).problem is None
+    with pytest.raises(UsageError, match="leaves no patch tokens at the end; expected one of the two"):
+        export(model, path, to, indices=True)
+
+
 def test_the_model_stays_as_it_is(written):
     model, _ = written
     assert next(model.parameters()).dtype == torch.float32 and next(model.parameters()).requires_grad

@@ -103,7 +103,7 @@ def test_more_weights_than_one_file_holds_are_refused(tmp_path, monkeypatch):
     ("kind", "name"),
     [
         ("eva02", "tnt"), ("dinov3", "tnt-merging-inside"), ("swiglu", "tome"), ("map_pool", "tnt-similar-merge"),
-        ("post_norm", "tnt"), ("hf vit", "tnt"), ("hf siglip_vision", "tome"),
+        ("post_norm", "tnt"), ("hf vit", "tnt"), ("hf dinov2_classifier", "tome"),
     ],
 )  # fmt: skip
 def test_every_family_is_near(kind, name, tmp_path):

@@ -19,7 +19,7 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 FIXED = (  # one of each kind; ATS and A-ViT itself keep another number in each image
     "random-several", "tnt", "tnt-merging-inside", "tnt-similar-merge", "topk", "evit", "dynamicvit", "tome",
-    "tome-passes", "zerotprune", "avit-fixed", "evovit",
+    "tome-passes", "pitome", "tofu", "zerotprune", "avit-fixed", "evovit", "mctf", "atc",
 )  # fmt: skip
 
 
@@ -37,7 +37,8 @@ class Segmenter(nn.Module):
 def built(kind, name):
     if kind.startswith("hf "):
         return stirred(hf_models.make(kind[3:]), CONFIGS[name]).eval(), hf_models.photos_for(kind[3:])
-    with patch.dict(conftest.SMALL, depth={"tome": 2, "tnt-merging": 3}.get(name, 6)):  # the time grows with it
+    short = {"tnt-merging": 3, **dict.fromkeys(("tome", "pitome", "tofu", "mctf"), 2)}
+    with patch.dict(conftest.SMALL, depth=short.get(name, 6)):  # the time grows with it
         model = stirred(make(kind.removeprefix("inside ")), CONFIGS[name])
     images = photos_for(model)
     return (Segmenter(model).eval() if kind.startswith("inside ") else model), images

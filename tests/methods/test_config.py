@@ -126,7 +126,7 @@ def test_choices_come_from_the_types():
     assert choices(TNT, "similar") == ()
 
 
-@pytest.mark.parametrize("name", ["topk", "evit", "tome", "zerotprune", "avit", "evovit"])
+@pytest.mark.parametrize("name", ["topk", "evit", "tome", "zerotprune", "avit", "evovit", "mctf", "atc"])
 def test_what_ranks_by_what_a_block_shows_cannot_act_before_the_first(name):
     with pytest.raises(UsageError, match="at=0: no block has been seen"):
         find_method(name)(at=0)

@@ -87,7 +87,7 @@ def check_a_pass(model, config, images, plain):
         carried = trace.carrier[place.block].gather(1, kept.clamp(min=0))
         assert torch.equal(carried[placed], kept[placed])  # each carries itself
         dropped = trace.carrier[place.block] == -1
-        if config.method == "tome" or getattr(config, "merges", False):
+        if isinstance(config, tntprune.ToMe) or getattr(config, "merges", False):
             assert not dropped.any()
         elif getattr(config, "similar_how", "") != "merge":
             assert torch.equal(dropped.sum(1), layout.patches - placed.sum(1))
@@ -171,7 +171,9 @@ def test_half_precision(name):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("plain", name) for name in FIRST[1:]]
+    [
+        ("plain", name) for name in FIRST[1:] if name not in ("pitome", "tofu", "mctf", "atc")
+    ]  # the next test exports them too
     + [
         pytest.param(kind, name, marks=pytest.mark.wide)
         for kind in ("plain", "distilled", "no_cls", "map_pool")

@@ -2,122 +2,26 @@
 
 from __future__ import annotations
 
-import math
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 
 import tntprune
 from conftest import SMALL, make, photos_for
-from tntprune import ToMe, UsageError, UserError, macs, record, reduce_
+from merging_reference import Token, merged, merged_to, naive, norm
+from tntprune import ToMe, UsageError, UserError, load_, macs, record, reduce_, save
 from tntprune.backbones.attach import reduction_of
-from tntprune.methods import Combination, Random, implementation
+from tntprune.methods import Combination, Random, from_dict, implementation, to_dict
 from tntprune.methods.steps import Place, Step, Turn
 from tntprune.ops.tokens import merge, start
-
-
-class Token:
-    """One patch token of the reference: its vector, what is compared of it, and the patches it stands for."""
-
-    def __init__(self, x, feature, place, patches):
-        self.x, self.feature, self.place, self.patches = x, feature, place, patches
-
-
-def cosine(a, b):
-    return sum(p * q for p, q in zip(a, b)) / math.sqrt(sum(p * p for p in a) * sum(q * q for q in b))
-
-
-def mean(members, name):
-    total = sum(len(m.patches) for m in members)
-    return sum(getattr(m, name) * len(m.patches) for m in members) / total
-
-
-def merged(tokens, r, prefix):
-    """One pass over one image: positions count the prefix tokens, even ones are A and odd ones B."""
-    group_a = [t for i, t in enumerate(tokens) if (prefix + i) % 2 == 0]
-    group_b = [t for i, t in enumerate(tokens) if (prefix + i) % 2 == 1]
-    edges = []
-    numbers = [b.feature.tolist() for b in group_b]
-    for a in group_a:
-        own = a.feature.tolist()
-        likeness = [cosine(own, other) for other in numbers]
-        best = max(range(len(group_b)), key=lambda j: likeness[j])
-        edges.append((likeness[best], a, best))
-    edges.sort(key=lambda edge: -edge[0])
-    gone = edges[: min(r, len(tokens) // 2)]  # the sequence without what is protected
-    alone = [a for a in group_a if all(a is not edge[1] for edge in gone)]
-    out = []
-    for j, b in enumerate(group_b):
-        members = [b] + [a for _, a, best in gone if best == j]
-        patches = sorted(p for m in members for p in m.patches)
-        out.append(Token(mean(members, "x"), mean(members, "feature"), b.place, patches))
-    return alone + out
-
-
-def merged_to(tokens, leaving, prefix):
-    """As many passes as it takes."""
-    while len(tokens) > leaving:
-        tokens = merged(tokens, len(tokens) - leaving, prefix)
-    return tokens
-
-
-def feature_of(key, x, metric):
-    """What is compared of one token; its keys are (heads, head_dim)."""
-    if metric == "x":
-        return x
-    return sum(key) / len(key) if metric == "mean" else torch.cat(list(key))
-
-
-def naive(model, image, config, r):
-    """Logits of one image, and after each block where tokens go, for each patch the place of the token it is in."""
-    prefix = model.num_prefix_tokens
-    x = model.norm_pre(model._pos_embed(model.patch_embed(image[None])))[0]
-    patches = [[i] for i in range(len(x) - prefix)]
-    places = list(range(len(x) - prefix))
-    carriers = {}
-
-    def reduced(x, keys, number):
-        tokens = [
-            Token(x[prefix + i], feature_of(keys[prefix + i], x[prefix + i], config.metric), places[i], patches[i])
-            for i in range(len(places))
-        ]
-        if config.r is not None:
-            tokens = merged(tokens, r[number], prefix)
-        else:
-            tokens = merged_to(tokens, max(1, int(len(tokens) * config.keep[0] + 1e-9)), prefix)
-        places[:], patches[:] = [t.place for t in tokens], [t.patches for t in tokens]
-        carrier = {p: t.place for t in tokens for p in t.patches}
-        carriers[number] = [carrier[p] for p in range(len(carrier))]
-        return torch.stack([*x[:prefix], *[t.x for t in tokens]])
-
-    for number, block in enumerate(model.blocks, 1):
-        attn = block.attn
-        qkv = attn.qkv(block.norm1(x)).view(len(x), 3, attn.num_heads, attn.head_dim)
-        query, keys, value = attn.q_norm(qkv[:, 0]), attn.k_norm(qkv[:, 1]), qkv[:, 2]
-        sizes = torch.tensor([1.0] * prefix + [float(len(p)) for p in patches])
-        heads = []
-        for head in range(attn.num_heads):
-            logits = query[:, head] @ keys[:, head].T * attn.scale
-            if config.proportional:
-                logits = logits + sizes.log()
-            heads.append(logits.softmax(1) @ value[:, head])
-        x = x + block.ls1(attn.proj(attn.norm(torch.cat(heads, 1))))
-        acts = number in (r if config.r is not None else config.at)
-        if acts and config.inside:
-            x = reduced(x, keys, number)
-        x = x + block.ls2(block.mlp(block.norm2(x)))
-        if acts and not config.inside:
-            x = reduced(x, keys, number)
-    x = model.norm(x)
-    if model.global_pool == "token":
-        return model.forward_head(x[None])[0], carriers
-    total = sum(x[prefix + i] * len(p) for i, p in enumerate(patches))
-    return model.head(model.fc_norm(total / sum(map(len, patches)))), carriers
-
+from tntprune.system.storage import read_metadata
 
 WHOLE = {
     "all": (ToMe(r=7), dict.fromkeys(range(1, 7), 7)),
@@ -127,8 +31,10 @@ WHOLE = {
     "concat": (ToMe(at=(2, 3), r=11, metric="concat"), {2: 11, 3: 11}),
     "tokens": (ToMe(at=(2, 3), r=11, metric="x"), {2: 11, 3: 11}),
     "plain attention": (ToMe(r=6, proportional=False), dict.fromkeys(range(1, 7), 6)),
+    "mlerp": (ToMe(r=9, average="mlerp"), dict.fromkeys(range(1, 7), 9)),
     "several passes": (ToMe(at=(2, 4), keep=0.3), {}),
     "several passes over tokens": (ToMe(at=2, keep=0.15, metric="x", inside=False), {}),
+    "several passes, mlerp": (ToMe(at=(2, 4), keep=0.3, average="mlerp"), {}),
 }
 
 
@@ -205,13 +111,69 @@ def test_more_than_there_is_merges_half_each_time_down_to_one_token(kind):
     assert trace.kept[6].shape == (3, 1)
 
 
+def published_schedule(r, of):
+    """From 2r to 0 in even steps, each value cut to a whole number: the authors' (r, -1)."""
+    fall = 2 * r / (of - 1)
+    return [int(2 * r - fall * number) for number in range(of)]
+
+
+def test_a_falling_r_is_the_published_schedule():
+    found = [ToMe(r=13, decreasing=True).merged(number, 12) for number in range(12)]
+    assert found == [26, 23, 21, 18, 16, 14, 11, 9, 7, 4, 2, 0] and sum(found) == 151
+    model = reduce_(make("plain"), ToMe(r=4, decreasing=True))  # 8, 6.4, 4.8, 3.2, 1.6, 0
+    assert [s.entering - s.leaving for s in reduction_of(model).steps(64)] == [8, 6, 4, 3, 1]
+
+
 @given(r=st.integers(0, 60), of=st.integers(2, 40))
-def test_a_falling_r_merges_as_many_in_all(r, of):
+def test_a_falling_r_never_merges_more_than_the_same_r_everywhere(r, of):
     config = ToMe(r=r, decreasing=True)
     found = [config.merged(number, of) for number in range(of)]
-    assert sum(found) == r * of
-    assert found[0] == 2 * r and found[-1] == 0
-    assert all(0 <= early - late <= math.ceil(2 * r / (of - 1)) for early, late in zip(found, found[1:]))
+    assert found == published_schedule(r, of)
+    assert r * of - of < sum(found) <= r * of
+    assert found[0] == 2 * r and found[-1] == 0 and found == sorted(found, reverse=True)
+
+
+OLD = {  # what version 0.1 saved, which rounded to the nearest
+    "version": 1, "method": "tome", "at": None, "keep": None, "tokens": None, "r": [13], "decreasing": True,
+    "inside": True, "metric": "mean", "proportional": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "depth", "r"),
+    [
+        ({}, 12, (26, 24, 21, 19, 17, 14, 12, 9, 7, 5, 2, 0)),  # 156 in all
+        ({"inside": False}, 13, (26, 24, 21, 19, 17, 14, 12, 9, 7, 5, 2, 0)),  # not after the last
+        ({"at": [2, 4, 6, 7], "r": None}, None, (16, 11, 5, 0)),
+        ({"at": [3]}, 12, (13,)),
+        ({"decreasing": False}, 12, (13,)),
+    ],
+)
+def test_an_older_file_merges_as_many_as_when_it_was_saved(changes, depth, r):
+    data = OLD | changes
+    config = from_dict(data, depth)
+    assert (config.r, config.decreasing) == (r, False)
+    assert from_dict({"version": 1, "method": "combination", "parts": [data, data]}, depth).parts == (config, config)
+
+
+def test_an_older_saved_reduction_gives_what_it_gave(tmp_path):
+    model = make("plain")
+    save(reduce_(model, ToMe(r=4, decreasing=True)), tmp_path)
+    path = tmp_path / "reducer.safetensors"
+    about = read_metadata(path)
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    about["config"] = json.dumps(OLD | {"r": [4]})
+    save_file(tensors, path, metadata=about)
+    steps = reduction_of(load_(make("plain"), tmp_path)).steps(64)
+    assert [step.entering - step.leaving for step in steps] == [8, 6, 5, 3, 2]
+    with pytest.raises(UserError, match="depth 6, given one of 12"):
+        load_(VisionTransformer(**{**SMALL, "depth": 12}), tmp_path)
+
+
+def test_a_newer_file_falls_as_published():
+    config = ToMe(r=13, decreasing=True)
+    assert from_dict(json.loads(json.dumps(to_dict(config))), 12) == config
 
 
 def test_each_location_on_its_own_merges_what_it_does_among_the_others():
@@ -281,10 +243,67 @@ def test_gradients_flow_to_every_token_that_was_merged():
     alone, into = torch.tensor([[6], [0]]), torch.tensor([4, 1])
     source, target = torch.tensor([[0, 2, 3], [5, 6, 2]]), torch.tensor([[0, 1, 0], [1, 1, 1]])
 
-    def fold(x):
-        return merge(replace(start(x, 1), size=size), alone, into, source, target).x
+    for average in ("mean", "none"):  # norms are found in fp32
+        assert torch.autograd.gradcheck(
+            lambda x, average=average: merge(replace(start(x, 1), size=size), alone, into, source, target, average).x, x
+        )
+    single = x.detach().float().requires_grad_()
+    merge(replace(start(single, 1), size=size), alone, into, source, target, "mlerp").x[..., 0].sum().backward()
+    assert single.grad.isfinite().all() and single.grad.any(2).sum() == 2 * 7  # one patch is dropped
 
-    assert torch.autograd.gradcheck(fold, x)
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(2, 17), prefix=st.integers(0, 3), seed=st.integers(0, 999), data=st.data())
+def test_mlerp_keeps_the_longest_norm_and_the_direction_of_the_mean(n, prefix, seed, data):
+    gone = data.draw(st.integers(1, n // 2))
+    generator = torch.Generator().manual_seed(seed)
+    tokens = start(10 * torch.randn(2, prefix + n, 6, generator=generator), prefix)
+    tokens = replace(tokens, size=torch.randint(1, 9, (2, n), generator=generator).float())
+    step = Step(Place(1, True), n, n - gone, n - gone)
+    mean, found = (
+        method_for(ToMe(at=1, r=gone, metric="x", average=average), prefix, n)(tokens, step)
+        for average in ("mean", "mlerp")
+    )
+    assert torch.equal(found.x[:, :prefix], tokens.x[:, :prefix]) and torch.equal(found.size, mean.size)
+    torch.testing.assert_close(*(torch.nn.functional.normalize(one.patches, dim=2) for one in (found, mean)))
+    for b in range(2):
+        before = dict(zip(tokens.index[b].tolist(), tokens.patches[b]))
+        norms = [norm(x) for x in before.values()]
+        for place, x, size, plain in zip(found.index[b].tolist(), found.patches[b], found.size[b], mean.patches[b]):
+            if size == tokens.size[b, place]:
+                assert torch.equal(x, before[place])  # took nothing in
+            else:
+                assert norm(x) >= max(norm(plain), norm(before[place])) - 1e-3
+                assert min(abs(norm(x) - one) for one in norms) < 1e-3
+
+
+def test_mlerp_of_opposite_tokens_is_finite_and_no_longer_than_they_are():
+    x = torch.tensor([[[1.0, 2, 2], [-1, -2, -2]]])
+    step = Step(Place(1, True), 2, 1, 1)
+    found = method_for(ToMe(at=1, r=1, metric="x", average="mlerp"), 0, 2)(start(x, 0), step)
+    assert found.x.isfinite().all() and norm(found.x[0, 0]) <= 3
+
+
+@pytest.mark.parametrize("average", ["mean", "mlerp", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tokens_that_take_others_in_may_differ_from_image_to_image(average, dtype):
+    x = torch.randn(2, 9, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tokens = replace(start(x, 1, follow=True), size=torch.arange(1.0, 9).expand(2, -1))
+    alone, into = torch.tensor([[6, 7], [0, 1]]), torch.tensor([[4, 1], [7, 3]])
+    source, target = torch.tensor([[0, 2, 3, 5], [5, 6, 2, 4]]), torch.tensor([[0, 1, 0, 1], [1, 1, 1, 1]])
+    both = merge(tokens, alone, into, source, target, average)
+    for b in range(2):
+        image = replace(
+            tokens, **{name: getattr(tokens, name)[b : b + 1] for name in ("x", "index", "size", "carrier")}
+        )
+        one = merge(image, alone[b : b + 1], into[b], source[b : b + 1], target[b : b + 1], average)
+        torch.testing.assert_close(both.x[b], one.x[0])
+        for name in ("index", "size", "carrier"):
+            assert torch.equal(getattr(both, name)[b], getattr(one, name)[0])
+    assert both.x.dtype == dtype and both.size.sum(1).tolist() == [36, 36]
+    assert torch.equal(both.patches[1, 2], tokens.patches[1, 7])  # nothing went there
+    if average == "none":
+        assert torch.equal(both.x[0], x[0, [0, 7, 8, 5, 2]])
 
 
 def parallel():
@@ -388,6 +407,8 @@ def test_export_with_any_batch_size():
         ({"r": (8, 8), "decreasing": True}, "expected one value of r"),
         ({"keep": 0.5, "decreasing": True}, "expected one value of r"),
         ({"metric": "keys"}, "metric='keys'"),
+        ({"average": "slerp"}, "average='slerp'"),
+        ({"average": "none"}, "average='none'"),
         ({"inside": 1}, "inside=1"),
         ({"proportional": None}, "proportional=None"),
     ],

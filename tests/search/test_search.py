@@ -12,13 +12,17 @@ from timm.models.vision_transformer import VisionTransformer
 
 from conftest import SMALL, make, photos_for
 from tntprune import (
+    ATC,
     ATS,
+    MCTF,
     TNT,
     AViT,
     DynamicViT,
     EViT,
     EvoViT,
+    PiToMe,
     Random,
+    ToFu,
     ToMe,
     TopK,
     UsageError,
@@ -46,7 +50,7 @@ from tntprune.serialization.plan import write_plan
 
 METHODS = [
     TNT(), TNT(recipe="relative", similar=9), Random(), TopK(), EViT(), EViT(fuse=False), DynamicViT(), ToMe(),
-    ToMe(inside=False, r=3), ZeroTPrune(), ZeroTPrune(beyond=False), AViT(), EvoViT(),
+    ToMe(inside=False, r=3), PiToMe(), ToFu(), ZeroTPrune(), ZeroTPrune(beyond=False), AViT(), EvoViT(), MCTF(), ATC(),
 ]  # fmt: skip
 
 
@@ -79,6 +83,27 @@ def test_what_a_schedule_costs_is_what_the_reduced_model_costs(method):
             except UsageError:
                 continue
             assert found == macs(reduce_(make("plain"), config)).macs
+
+
+def test_a_plan_with_a_short_last_block(tmp_path):
+    model = make("plain")
+    method = ToMe(r=5)
+    space = Space(model, method, last_block="prefix")
+    assert space.blocks == tuple(range(1, 6)) and not space.free  # nothing is left to go in the last one
+    config = space.config((50, 40, 30, 20, 10))
+    assert space.macs(config) == macs(space.put(config)).macs < Space(model, method).macs(config)
+    assert space.base_macs == macs(model).macs
+    few = {"macs": 0.6, "moves": 0, "photos": 16, "progress": False}
+    found = find_plan(model, photos_for(model, 16), method=Random(), last_block="prefix", **few)
+    assert found.plan.last_block == "prefix" and found.chosen.cost == macs(reduce_(make("plain"), found.plan)).macs
+    write_plan(tmp_path / "plan.json", found.plan)
+    assert reduction_of(reduce_(model, tmp_path / "plan.json")).last_block == "prefix"
+    again = find_plan(model, photos_for(model, 16), **few)  # as the model's own reduction has it
+    assert again.plan.last_block == "prefix"
+    with pytest.raises(UsageError, match="with a budget of time, which is told from whole blocks; expected 'all'"):
+        find_plan(model, photos_for(model, 16), speedup=1.5, progress=False)
+    with pytest.raises(UserError, match="its head reads the patch tokens"):
+        Space(make("no_cls"), Random(), last_block="prefix")
 
 
 @pytest.mark.parametrize("method", [one for one in METHODS if one != ZeroTPrune()], ids=label)
@@ -187,7 +212,9 @@ def test_moves_change_little_and_keep_the_budget(large):
     assert len(seen) > 20
 
 
-@pytest.mark.parametrize("method", [ToMe(), Random(), EViT(), ZeroTPrune(), TNT(), AViT(), EvoViT()], ids=label)
+@pytest.mark.parametrize(
+    "method", [ToMe(), Random(), EViT(), ZeroTPrune(), TNT(), AViT(), EvoViT(), MCTF(), ATC()], ids=label
+)
 def test_answers_are_those_of_the_whole_models(method):
     base = make("plain")
     images, labels = photos_for(base, 40), torch.arange(40) % 7

@@ -11,7 +11,21 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from conftest import SMALL, make, photos_for
-from tntprune import ATS, TNT, EViT, EvoViT, Random, ToMe, UsageError, UserError, ZeroTPrune, reduce_
+from tntprune import (
+    ATC,
+    ATS,
+    TNT,
+    EViT,
+    EvoViT,
+    PiToMe,
+    Random,
+    ToFu,
+    ToMe,
+    UsageError,
+    UserError,
+    ZeroTPrune,
+    reduce_,
+)  # fmt: skip
 from tntprune.backbones.attach import base_of
 from tntprune.methods import Combination, Config
 from tntprune.methods.steps import Place, Step
@@ -107,6 +121,11 @@ def test_a_curve_of_something_else_is_refused():
     ):
         with pytest.raises(UserError, match=words):
             made.check(args[0], args[1], batch_size=args[2], dtype=args[3])
+    merging = curve(ToMe())
+    older = replace(merging, method={name: one for name, one in merging.method.items() if name != "average"})
+    older.predict(ToMe(at=2, r=3))  # from before there was this option
+    with pytest.raises(UsageError, match="tome with average=mean, not mlerp"):
+        older.predict(ToMe(at=2, r=3, average="mlerp"))
     with pytest.raises(UserError, match="threads 64"):
         replace(made, about={**made.about, "threads": 64}).check(model, DROPS, batch_size=2)
 
@@ -181,6 +200,8 @@ CASES: list[tuple[Config, Config]] = [
     (DROPS, DROPS.changed(at=(1, 3), tokens=(25, 14), similar=5)),
     (Random(at=2), Random(at=(0, 3), tokens=(31, 7))),
     (ToMe(r=3), ToMe(tokens=(33, 30, 21, 12))),
+    (PiToMe(r=3), PiToMe(tokens=(33, 30, 21, 12))),
+    (ToFu(r=3), ToFu(tokens=(33, 30, 21, 12))),
     (ToMe(at=2, r=3, inside=False, metric="x"), ToMe(at=(1, 3), tokens=(25, 20), inside=False, metric="x")),
     (EViT(at=2), EViT(at=(1, 3), tokens=(25, 12), inside=True)),
     (ZeroTPrune(at=2, iterations=1), ZeroTPrune(at=(2, 3), tokens=(25, 12), iterations=1)),
@@ -222,6 +243,7 @@ def test_what_cannot_be_told_from_counts_is_refused():
     for config, words in (
         (ATS(at=2), "differs from image to image"),
         (EvoViT(at=2), "brings tokens back"),
+        (ATC(at=2), "each token that goes takes a step of its own"),
         (pair, "several methods"),
     ):
         with pytest.raises(UserError, match=words):

@@ -16,7 +16,7 @@ from tntprune import load_, reduce_, restore_, save
 from tntprune.backbones.attach import reduction_of, twin_of
 from tntprune.backbones.reduced import Reduced
 from tntprune.errors import UsageError, UserError, UserNote
-from tntprune.methods import TNT, Random
+from tntprune.methods import ATC, MCTF, TNT, Random
 from tntprune.serialization.checkpoint import FILE, read
 from tntprune.system.storage import read_metadata, read_weights
 
@@ -25,6 +25,8 @@ CONFIGS = {
     "mlp": TNT(at=(2, 4), keep=(0.8, 0.5), similar=9, similar_how="merge", scorer="mlp", hidden=12, recipe="paper"),
     "tokens": TNT(at=2, tokens=17, partition="sequential", similar=3, order=4),
     "random": Random(at=(0, 3), tokens=(40, 11), order=5),
+    "mctf": MCTF(at=(2, 4), r=(9, 5), attention_power=0.2),
+    "atc": ATC(at=(2, 4), keep=0.8, linkage="average"),
 }
 SAVED = TNT(at=3, noise_blocks=(1, 2, 3, 4, 5))
 

@@ -13,7 +13,7 @@ from conftest import make, photos_for
 from tntprune import load_, reduce_, save
 from tntprune.backbones.attach import reduction_of
 from tntprune.errors import UsageError
-from tntprune.methods import TNT, DynamicViT, Random, ToMe
+from tntprune.methods import ATC, MCTF, TNT, DynamicViT, PiToMe, Random, ToFu, ToMe
 from tntprune.serialization.checkpoint import read
 from tntprune.serialization.fingerprint import identity
 from tntprune.serialization.plan import Plan, read_plan, write_plan
@@ -21,6 +21,10 @@ from tntprune.serialization.plan import Plan, read_plan, write_plan
 CONFIGS = {
     "tnt": TNT(at=(2, 4), tokens=(40, 17), similar=3, noise_blocks=(1, 2, 3, 4)),
     "tome": ToMe(at=(2, 3, 5), tokens=(50, 33, 12)),
+    "pitome": PiToMe(at=(2, 3, 5), tokens=(50, 33, 12), average="mlerp"),
+    "tofu": ToFu(at=(2, 3, 5), tokens=(50, 33, 12), merge_from=3),
+    "mctf": MCTF(at=(2, 3, 5), tokens=(50, 33, 12), size_power=0.1),
+    "atc": ATC(at=(2, 3), tokens=(50, 33), linkage="single"),
     "random": Random(at=(0, 3), tokens=(40, 11), order=5),
     "dynamicvit": DynamicViT(at=(1, 4), tokens=(40, 11)),
 }

@@ -107,6 +107,6 @@ def _settings(config: Config, keeps: Sequence[float]) -> dict[str, tuple[Config,
 
 def _variant(model: nn.Module, config: Config) -> nn.Module:
     """Return a second object that shares every weight and what was learned, with another config."""
-    variant = attach(base_of(model), config)
+    variant = attach(base_of(model), config, last_block=reduction_of(model).last_block)
     inherit(reduction_of(variant), reduction_of(model).state_dict())
     return variant

@@ -7,6 +7,7 @@ for softmax, activations, sorting and gathering. Fused attention is counted too,
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from tntprune.backbones.attach import is_reduced, reduction_of
 from tntprune.backbones.base import Costs, find_backbone, tower_of
 from tntprune.errors import UsageError, UserError
-from tntprune.methods.steps import Counts, counts
+from tntprune.methods.steps import Counts, Step, before_last, counts
 from tntprune.system.units import unit_of
 
 
@@ -32,6 +33,7 @@ class Macs:
     reduction: dict[int, int]  # of the steps that remove tokens, by block
     embed: int  # of the patch embedding
     head: int  # of everything after the last block
+    last_block: str = "all"  # which tokens it computes: "all", or the "prefix" tokens, where mlp_tokens is 0
     most: bool = False  # whether tokens differ from image to image, so that each figure is the most that is possible
 
     def __str__(self) -> str:
@@ -43,6 +45,7 @@ class Macs:
             f"  block {number:2}: {tokens:4} patch tokens, {cost / scale:.3f} {unit}"
             for number, (tokens, cost) in enumerate(zip(self.tokens, self.per_block, strict=True), 1)
         ]
+        lines[-1] += ", as keys and values alone" * (self.last_block == "prefix")
         lines.append(f"  scoring and removing: {sum(self.reduction.values()) / scale:.3f} {unit}")
         lines.append(f"  embedding and head: {(self.embed + self.head) / scale:.3f} {unit}")
         return "\n".join(lines)
@@ -60,7 +63,7 @@ class PromptMacs(Macs):
     base_visual: int = 0  # of the unpruned model; the same of each that follows
     tower: int = 0
     base_tower: int = 0
-    projector: int = 0
+    projector: int = 0  # 0 where the tower merges cells of patches itself
     prefill: int = 0  # the language model, and its head for one token
     base_prefill: int = 0
     decode: int = 0  # one more word of the answer
@@ -69,10 +72,11 @@ class PromptMacs(Macs):
     base_cache: int = 0
 
     def __str__(self) -> str:
+        after = f"; projector: {human(self.projector)}" if self.projector else ""
         lines = [
             f"{human(self.macs)} instead of {human(self.base_macs)}, with {self.text} tokens of text",
             f"  visual tokens: {self.visual} instead of {self.base_visual}",
-            f"  tower: {human(self.tower)} instead of {human(self.base_tower)}; projector: {human(self.projector)}",
+            f"  tower: {human(self.tower)} instead of {human(self.base_tower)}{after}",
             f"  prefill: {human(self.prefill)} instead of {human(self.base_prefill)}",
             f"  each further word: {human(self.decode)} instead of {human(self.base_decode)}",
             f"  cache: {self.cache / 2**20:.1f} MiB instead of {self.base_cache / 2**20:.1f} MiB",
@@ -120,8 +124,9 @@ def _prompt_macs(model: nn.Module, tower: Macs, text: int) -> PromptMacs:
     words, shape = backbone.word_costs(model), backbone.layout(model)
     visual = words.visual
     if method is not None and method.output == "tokens":
-        steps = [s for s in method.steps(shape.patches) if s.place.block <= backbone.last_read(model)]
-        visual -= shape.patches - counts(steps, shape.patches, shape.depth).last
+        cells, last = shape.patches // method.cell**2, backbone.last_read(model)
+        steps = [step for step in method.steps(cells) if step.place.block <= last]
+        visual -= cells - counts(steps, cells, shape.depth).last
 
     def prefill(visual: int) -> int:
         length = text + visual
@@ -141,13 +146,26 @@ def _prompt_macs(model: nn.Module, tower: Macs, text: int) -> PromptMacs:
     )  # fmt: skip
 
 
+def _in_patches(steps: Iterable[Step], cell: int) -> list[Step]:
+    """Return steps with their numbers of patches, where tokens are whole cells of so many patches along a side."""
+    unit = cell**2
+    return [
+        step._replace(entering=unit * step.entering, ranked=unit * step.ranked, leaving=unit * step.leaving)
+        for step in steps
+    ]
+
+
 def _image_macs(model: nn.Module) -> Macs:
     """Count what an image costs; of a vision-language model, in its tower."""
     backbone = find_backbone(model)
     layout, costs = backbone.layout(model), backbone.costs(model)
     method = reduction_of(model) if is_reduced(model) else None
-    steps = () if method is None else method.steps(layout.patches)
-    left = counts(steps, layout.patches, layout.depth)
+    steps, narrow = () if method is None else method.steps(layout.patches // method.cell**2), backbone.is_narrow(model)
+    if narrow:
+        steps = before_last(steps, layout.depth)
+    left = counts(_in_patches(steps, 1 if method is None else method.cell), layout.patches, layout.depth)
+    if narrow:
+        left = left.narrowed()
     own: dict[int, int] = {}
     for step in steps:
         assert method is not None
@@ -155,8 +173,8 @@ def _image_macs(model: nn.Module) -> Macs:
     base = model_macs(costs, counts((), layout.patches, layout.depth), layout.prefix)
     total = model_macs(costs, left, layout.prefix) + sum(own.values())
     per_block, head = block_macs(costs, left, layout.prefix), head_macs(costs, left.last, layout.prefix)
-    most = method is not None and method.config.variable
-    return Macs(total, base, left.attention, left.mlp, per_block, own, costs.embed, head, most)
+    most, last = method is not None and method.config.variable, "prefix" if narrow else "all"
+    return Macs(total, base, left.attention, left.mlp, per_block, own, costs.embed, head, last_block=last, most=most)
 
 
 def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:
@@ -173,13 +191,17 @@ def macs_by_image(model: nn.Module, counts: list[torch.Tensor]) -> list[int]:
     """
     backbone, method = find_backbone(model), reduction_of(model)
     layout, costs = backbone.layout(model), backbone.costs(model)
-    steps = method.steps(layout.patches)
+    unit, narrow = method.cell**2, backbone.is_narrow(model)
+    steps = method.steps(layout.patches // unit)
+    if narrow:
+        steps = before_last(steps, layout.depth)
     found = []
     for image in torch.stack(counts, 1).tolist():  # patch tokens before each half of each block, then at the end
-        total = model_macs(costs, Counts(image[:-1:2], image[1:-1:2], image[-1]), layout.prefix)
+        left = Counts(image[:-1:2], image[1:-1:2], image[-1])
+        total = model_macs(costs, left.narrowed() if narrow else left, layout.prefix)
         for step in steps:
             half = 2 * step.place.block - (2 if step.place.inside else 1)
-            total += method.macs(step._replace(entering=image[max(0, half)]))
+            total += method.macs(step._replace(entering=image[max(0, half)] // unit))
         found.append(total)
     return found
 
@@ -209,7 +231,12 @@ def model_macs(costs: Costs, left: Counts, prefix: int) -> int:
 def block_macs(costs: Costs, left: Counts, prefix: int) -> list[int]:
     """Return the multiply-accumulates of each block with so many patch tokens in it."""
     pairs = zip(left.attention, left.mlp, costs.blocks, strict=True)
-    return [(n + prefix) * b.attention + (n + prefix) ** 2 * b.pair + (m + prefix) * b.mlp for n, m, b in pairs]
+    found = [(n + prefix) * b.attention + (n + prefix) ** 2 * b.pair + (m + prefix) * b.mlp for n, m, b in pairs]
+    if left.narrow:
+        tokens, last = left.attention[-1] + prefix, costs.blocks[-1]
+        asking = last.attention - last.key + tokens * last.pair + last.mlp
+        found[-1] = tokens * last.key + prefix * asking
+    return found
 
 
 def head_macs(costs: Costs, patches: int, prefix: int) -> int:

@@ -27,6 +27,7 @@ class Beside(Method):
         self.scheduled = other.scheduled  # type: ignore[method-assign]  # before it is asked for
         super().__init__(other.config, other.layout)
         self.calibrated = True  # it has nothing to learn
+        self.last_block = other.last_block
 
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         return None

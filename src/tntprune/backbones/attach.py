@@ -22,13 +22,15 @@ from tntprune.backbones.swapping import (
 )
 from tntprune.errors import UsageError, UserError
 from tntprune.methods import Combination, Config, implementation, obstacle_to
-from tntprune.methods.base import Method
+from tntprune.methods.base import Layout, Method
 
 Model = TypeVar("Model", bound=nn.Module)
 HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # the attributes that keep a module's hooks
 
 
-def attach(model: Model, config: Config, *more: Config, output: str | None = None) -> Model:
+def attach(
+    model: Model, config: Config, *more: Config, output: str | None = None, last_block: str | None = None
+) -> Model:
     """Put a reduction on a model, in place, instead of the one that may be there.
 
     Args:
@@ -36,6 +38,7 @@ def attach(model: Model, config: Config, *more: Config, output: str | None = Non
         config: What to do.
         *more: Further reductions at places of their own.
         output: What the tower of a larger model gives to what follows, see `Backbone.outputs`; None is its default.
+        last_block: "all" or "prefix", see `tntprune.reduce_`; None is "all".
 
     Returns:
         The same model.
@@ -49,25 +52,40 @@ def attach(model: Model, config: Config, *more: Config, output: str | None = Non
             what = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
             raise UsageError(f"{what} given; expected a config, such as tntprune.TNT(at=3, keep=0.5)")
     backbone = find_backbone(model)
-    layout, tower = backbone.layout(model), backbone.tower(model)
+    output = _output(model, backbone, output)
+    tower, cell = backbone.tower(model), backbone.cell(model, output)
+    layout = backbone.layout(model).of_cells(cell)
     given = [part for one in (config, *more) for part in getattr(one, "parts", [one])]
     for part in given:
         if reason := obstacle_to(type(part), layout, part):
+            if cell > 1:
+                reason += f"; output={output!r} keeps whole cells of {cell} x {cell} patches, unlike output='grid'"
             raise UserError(f"{part.method} cannot be applied here: {reason}")
     if reason := obstacle_in(model, backbone):
         raise UserError(f"this {type(model).__name__} cannot be reduced: {reason}")
-    output = _output(model, backbone, output)
     if more:
         config = Combination(parts=given)
     kind = implementation(type(config))
     with torch.inference_mode(False):  # or its parameters could never be trained
         method = kind(config, layout).train(tower.training)
-        method.output = output
+        method.output, method.cell = output, cell
+        if layout.weighs and any(block.inside or block.sees for block in method.plan(layout.patches)):
+            raise UserError(
+                f"{config.method} acts inside blocks or reads their attention, and a token is a cell of patches here; "
+                "expected a method that needs the tokens alone, such as tnt"
+            )
+        method.last_block = _last_block(model, backbone, method, last_block)
         _check_read(model, backbone, method)
         method.settle()
         tower.reduction = method.to(running_device(tower))
     swap(model, backbone)
     return model
+
+
+def layout_for(model: nn.Module, output: str | None) -> Layout:
+    """Return the shape of a model as a method finds it, see `attach`."""
+    backbone = find_backbone(model)
+    return backbone.layout(model).of_cells(backbone.cell(model, _output(model, backbone, output)))
 
 
 def _output(model: nn.Module, backbone: Backbone, output: str | None) -> str:
@@ -88,6 +106,30 @@ def _output(model: nn.Module, backbone: Backbone, output: str | None) -> str:
             f"output={output!r} of {type(model).__name__}: {choices[output]}; expected {' or '.join(map(repr, usable))}"
         )
     return output
+
+
+def _last_block(model: nn.Module, backbone: Backbone, method: Method, wanted: str | None) -> str:
+    """Return which tokens the last block is to compute.
+
+    Raises:
+        UsageError: there is no such choice, or something reads the other tokens.
+    """
+    if wanted in (None, "all"):
+        return "all"
+    if wanted != "prefix":
+        raise UsageError(f"last_block={wanted!r}; expected 'all' or 'prefix'")
+    reason = backbone.last_block_obstacle(model)
+    if reason is None and not method.spares_prefix:
+        reason = f"what {method.config.method} does behind that block changes prefix tokens too"
+    if reason:
+        raise UsageError(f"last_block='prefix' of {type(model).__name__}: {reason}; expected 'all'")
+    steps = method.steps(method.layout.patches)
+    if steps and steps[0].place.block >= method.layout.depth:
+        raise UsageError(
+            f"last_block='prefix': {method.config.method} acts in the last block alone, which computes no patch token "
+            "then; expected an earlier block, or last_block='all'"
+        )
+    return "prefix"
 
 
 def _check_read(model: nn.Module, backbone: Backbone, method: Method) -> None:

@@ -20,7 +20,7 @@ FAMILIES = {  # the files of this folder, by the package of their models
     "timm": ("timm.vit", "timm.eva", "timm.beit"),
     "transformers": (
         "hf.vit", "hf.beit", "hf.dinov2", "hf.dinov3", "hf.clip", "hf.siglip", "hf.siglip2", "hf.aimv2",
-        "hf.vitpose", "hf.idefics3", "hf.internvl", "hf.vlm",
+        "hf.vitpose", "hf.idefics3", "hf.internvl", "hf.qwen", "hf.vlm",
     ),
 }  # fmt: skip
 REASONS = {  # why models of some classes cannot be reduced, and what would do
@@ -34,11 +34,19 @@ REASONS = {  # why models of some classes cannot be reduced, and what would do
 
 
 class BlockCost(NamedTuple):
-    """Multiply-accumulates of one block: `attention` for each token, `pair` for each pair, `mlp` for each token."""
+    """Multiply-accumulates of one block.
+
+    Args:
+        attention: For each token, without the attention map.
+        pair: For each pair of tokens.
+        mlp: For each token.
+        key: The part of `attention` that a token costs as a key and a value alone: the norm before, two projections.
+    """
 
     attention: int
     pair: int
     mlp: int
+    key: int
 
 
 class Costs(NamedTuple):
@@ -147,9 +155,25 @@ class Backbone(ABC):
         """
         return {}
 
+    def cell(self, model: nn.Module, output: str) -> int:
+        """Return the patches along one side of a cell that what follows joins, where it is given no more than `output`.
+
+        1 where a patch can be left out by itself.
+        """
+        return 1
+
     def last_read(self, model: nn.Module) -> int:
         """Return the last block whose tokens are read by what follows."""
         return self.layout(model).depth
+
+    def last_block_obstacle(self, model: nn.Module) -> str | None:
+        """Return why the last block cannot run for the prefix tokens alone, in the model's forward; None if it can."""
+        return "its output holds the patch tokens"
+
+    def is_narrow(self, model: nn.Module) -> bool:
+        """Return whether the last block of a model runs for the prefix tokens alone, in the model's forward."""
+        reduction: Any = getattr(self.tower(model), "reduction", None)
+        return getattr(reduction, "last_block", "all") == "prefix" and self.last_block_obstacle(model) is None
 
     def classes(self, model: nn.Module) -> int:
         """Return how many classes the model tells apart; 0 where it gives an embedding instead."""
@@ -181,8 +205,14 @@ class Backbone(ABC):
         return model(images)  # type: ignore[no-any-return]
 
     @abstractmethod
-    def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
-        """Everything that training looks at, of a model that is reduced or not."""
+    def answer(self, model: nn.Module, images: torch.Tensor, narrow: bool = False) -> Answer:
+        """Everything that training looks at, of a model that is reduced or not.
+
+        Args:
+            model: Of this family.
+            images: (B, C, H, W).
+            narrow: Whether nobody looks at patch tokens, so that the last block need not compute them.
+        """
 
     @abstractmethod
     def judge(self, model: nn.Module, tokens: Tokens) -> Answer:

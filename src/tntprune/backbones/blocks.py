@@ -11,10 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from tntprune.ops.attention import Heads
 
 Half = Callable[[torch.Tensor], torch.Tensor]
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether hooks hang on a module that look at what goes in or comes out."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 class Inside:
@@ -25,14 +33,16 @@ class Inside:
     Args:
         bias: Added to the logits of each key, (B, 1, 1, prefix + n), or None.
         queries: How many of the first tokens ask and leave the block; None for all.
+        apart: Whether queries are projected for these tokens alone. The logits then differ by rounding.
 
     Attributes:
         heads: The block's attention, once it has run.
     """
 
-    def __init__(self, bias: torch.Tensor | None = None, queries: int | None = None) -> None:
+    def __init__(self, bias: torch.Tensor | None = None, queries: int | None = None, apart: bool = False) -> None:
         self.bias = bias
         self.queries = queries
+        self.apart = apart
         self.heads: Heads | None = None
 
     def asking(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tntprune.backbones.base import holder_names
-from tntprune.backbones.blocks import Inside, OpenBlock
+from tntprune.backbones.blocks import Inside, OpenBlock, is_hooked
 from tntprune.backbones.trace import Trace
 from tntprune.errors import UserError, UserNote
 from tntprune.methods.base import Method
 from tntprune.methods.steps import IDLE, BlockPlan, Plan
 from tntprune.ops.attention import Heads, wants_mask
+from tntprune.ops.cells import by_cells, join_cells, split_cells
 from tntprune.ops.tokens import Tokens, sized, start
 
 Visit = Callable[[int, Tokens], None]
@@ -213,6 +214,7 @@ class Reduced:
         made: Visit | None = None,
         follow: bool = False,
         last: int | None = None,
+        narrow: bool = False,
         **options: Any,
     ) -> Tokens:
         """From images to the tokens that leave the last block, before the final norm.
@@ -224,6 +226,7 @@ class Reduced:
             made: Called likewise, and before `visit`, with the tokens that it computed, before any is dropped after it.
             follow: Keep `Tokens.carrier`; done anyway for a visitor or a trace.
             last: The last block to run; None for all.
+            narrow: Whether nothing but prefix tokens is asked for. Patch tokens may then not be there.
             **options: For `embed`.
         """
         trace = self.trace
@@ -233,11 +236,50 @@ class Reduced:
             self.warn()
         follow = follow or not (trace is None and visit is None and made is None)
         tokens, everywhere = self.enter(images, follow, **options)
-        tokens = self.onward(tokens, everywhere, self.reduction.plan(tokens.count), 0, last, visit, made)
+        side = self.reduction.cell
+        plan = self.reduction.plan(tokens.count // side**2)
+        if side > 1 and not all(block.idle for block in plan):
+            tokens = by_cells(tokens, side)
+        if narrow and not follow and self.shortens:
+            return self.run_for_prefix(*self.advance(tokens, everywhere, plan, 0, len(self.blocks) - 1))
+        tokens = self.onward(tokens, everywhere, plan, 0, last, visit, made)
         if trace is not None:
             trace.count(tokens)
             trace.ended = True
         return tokens
+
+    @property
+    def shortens(self) -> bool:
+        """Whether the last block may run for the prefix tokens alone: it was asked for, and nobody looks at others.
+
+        Not in training, and not while hooks hang on anything that would see fewer tokens.
+        """
+        if self.reduction.last_block == "all" or self.training or self.reduction.training:  # type: ignore[attr-defined]
+            return False
+        return not any(map(is_hooked, (*self.blocks[-1].modules(), *self.behind())))
+
+    def behind(self: Any) -> tuple[nn.Module, ...]:
+        """Return the modules behind the last block that give or take all its tokens."""
+        return (self.norm,)
+
+    def run_for_prefix(self, tokens: Tokens, places: Any, apart: bool = True) -> Tokens:
+        """Run the last block for the prefix tokens alone, which see all others: (B, prefix + n, D) to (B, prefix, D).
+
+        Args:
+            tokens: That enter the block.
+            places: What it needs to know of their places.
+            apart: See `Inside`.
+        """
+        number = len(self.blocks)
+        inside = Inside(self.reduction.bias(tokens, number), tokens.prefix, apart)
+        return replace(
+            tokens,
+            x=self.run(number, tokens.x, places, inside),
+            index=tokens.index[:, :0],
+            size=None,
+            carrier=None,
+            block=number,
+        )
 
     def final_tokens(self, images: torch.Tensor, visit: Visit | None = None, **options: Any) -> Tokens:
         """Walk as `forward` does: images to the tokens that leave the last norm.
@@ -344,6 +386,16 @@ class Reduced:
 
     def leave(self, tokens: Tokens, plan: BlockPlan, heads: Heads | None) -> Tokens:
         """Do what is to be done to the tokens that leave a block."""
+        side = self.reduction.cell
+        if side == 1 or plan.idle:
+            return self.act(tokens, plan, heads)
+        cells = join_cells(tokens, side)
+        left = self.act(cells, plan, heads)
+        found = split_cells(left, side, tokens)
+        return replace(found, index=tokens.index) if left.index is cells.index else found
+
+    def act(self, tokens: Tokens, plan: BlockPlan, heads: Heads | None) -> Tokens:
+        """Let the reduction look at tokens that leave a block, and change them."""
         for member in plan.watchers:
             tokens = self.reduction.member(member).watch(tokens, heads)
         return tokens if plan.after is None else self.reduction(tokens, plan.after, heads)

@@ -83,6 +83,7 @@ def bench(
     backends: Sequence[Backend] = ("eager",),
     rounds: int = 20,
     images: torch.Tensor | None = None,
+    last_block: str | None = None,
     progress: bool = True,
 ) -> Benchmark:
     """Time reductions of a model, each in every setting, beside the unpruned model, the bound and random drop.
@@ -97,6 +98,7 @@ def bench(
         backends: How to run: eagerly, compiled, compiled with CUDA graphs (on a GPU).
         rounds: How often each setting is timed, at least 3.
         images: (n, C, H, W), repeated or cut to each batch size; random ones of the model's own size by default.
+        last_block: Of the configs and their bounds, see `tntprune.reduce_`.
         progress: Show bars.
 
     Raises:
@@ -109,7 +111,7 @@ def bench(
         raise UsageError("images: none given; expected at least one")
     watch, rows, failed = Watch(), list[BenchRow](), list[Failure]()
     for dtype in dtypes:
-        made = candidates(cast(model, dtype), configs, [cast(one, dtype) for one in reduced])
+        made = candidates(cast(model, dtype), configs, [cast(one, dtype) for one in reduced], last_block)
         for batch in batch_sizes:
             given = inputs(model, images, batch).to(device, DTYPES[dtype])
             settings = _checked(made, given, backends, dtype, failed, progress)

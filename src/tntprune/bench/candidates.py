@@ -45,23 +45,27 @@ class Candidate:
     bound: int | None = None
 
 
-def candidates(model: nn.Module, configs: Sequence[Config], reduced: Sequence[nn.Module] = ()) -> list[Candidate]:
+def candidates(
+    model: nn.Module, configs: Sequence[Config], reduced: Sequence[nn.Module] = (), last_block: str | None = None
+) -> list[Candidate]:
     """Return the unpruned model, then every reduction; after each new set of token counts the bound and random drop.
 
     Args:
         model: In eval mode; a reduction that is on it is left out.
         configs: What to put on it.
         reduced: Models of the same shape that are reduced already, such as trained ones.
+        last_block: Of the configs, see `tntprune.reduce_`; the bound is of the same kind.
     """
     base = base_of(model)
     found = [_candidate("unpruned", base)]
     bounds: dict[Any, int] = {}
-    for one in [*reduced, *(reduce_(twin_of(base), config) for config in configs)]:
+    for one in [*reduced, *(reduce_(twin_of(base), config, last_block=last_block) for config in configs)]:
         method = reduction_of(one)
         method.warned = True  # its time does not depend on what it has learned
-        key = tuple((step.place, step.leaving) for step in method.steps(method.layout.patches))
-        new = bool(key) and key not in bounds
-        bound = bounds.setdefault(key, len(found) + 1) if key else None
+        steps = tuple((step.place, step.leaving) for step in method.steps(method.layout.patches))
+        key = steps, method.last_block
+        new = bool(steps) and key not in bounds
+        bound = bounds.setdefault(key, len(found) + 1) if steps else None
         found.append(replace(_candidate(method.config.method, one), bound=bound))
         if new:
             found.append(_candidate("bound", beside(one, Slicing)))
@@ -74,6 +78,8 @@ def _candidate(method: str, model: nn.Module) -> Candidate:
     if is_reduced(model):
         config = reduction_of(model).config
         options = described(config)
+        if cost.last_block == "prefix":
+            options = f"{options} last_block=prefix".strip()
         if config.by_share and (config.at is not None or config.keep is not None):
             keep = config.given[0] if len(config.given) == 1 else config.given
     return Candidate(method, options, keep, model, cost.base_macs / cost.macs, cost.most, tuple(cost.tokens))

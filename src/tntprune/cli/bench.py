@@ -82,12 +82,13 @@ def bench(
         configs, trained = _configs(reduction, also, rates), _trained(built, reduction, rates)
         benchmarks.append(
             run(built, configs, reduced=trained, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends,
-                rounds=rounds)
+                rounds=rounds, last_block=reduction.last_block)
         )  # fmt: skip
         if latency_curve:
             points += curve(built, batch_sizes=batch_sizes, dtypes=dtypes, backends=backends, rounds=rounds)
         if photos:
-            models = [one for one in candidates(built, configs, trained) if one.method not in BESIDE]
+            every = candidates(built, configs, trained, reduction.last_block)
+            models = [one for one in every if one.method not in BESIDE]
             flow.append(throughput(models, photos, batch=max(batch_sizes), workers=workers))
     found = merged(benchmarks)
     text = [f"{model}: {_unpruned(built)}", str(found)]

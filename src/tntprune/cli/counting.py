@@ -20,11 +20,13 @@ def info(model: Model, img_size: ImgSize = None, json: Json = False) -> int:
     built = shape_of(model, img_size)
     layout = find_backbone(built).layout(built)
     obstacles = {name: obstacle_to(config, layout) for name, config in all_methods().items()}
+    whole = find_backbone(built).last_block_obstacle(built)
     parameters = sum(p.numel() for p in built.parameters())
     data: dict[str, Any] = {
         "model": model, "family": layout.family, "parameters": parameters, "blocks": layout.depth,
         "embed_dim": layout.embed_dim, "grid": list(layout.grid), "patch_tokens": layout.patches,
         "prefix_tokens": layout.prefix, "cls_token": layout.cls, "macs": count(built).macs, "methods": obstacles,
+        "last_block": {"prefix": whole},
     }  # fmt: skip
     scale, unit = unit_of(data["macs"])
     lines = [
@@ -34,6 +36,7 @@ def info(model: Model, img_size: ImgSize = None, json: Json = False) -> int:
         f"{'the first a CLS token' if layout.cls else 'no CLS token'}",
     ]
     lines += [f"  {name:10} {'can be applied' if why is None else 'cannot: ' + why}" for name, why in obstacles.items()]
+    lines.append(f"  last block for prefix tokens alone: {'can be asked for' if whole is None else 'cannot: ' + whole}")
     tell(json, data, "\n".join(lines))
     return 0
 
@@ -57,7 +60,7 @@ def macs(
             warnings.simplefilter("ignore", UserWarning)  # nothing can be put into a model without weights
             reduction.apply(built)
     elif configs := reduction.configs():
-        reduce_(built, *configs)
+        reduce_(built, *configs, last_block=reduction.last_block)
         tell_drained(built)
     found = count(built)
     tell(json, asdict(found), str(found))

@@ -90,6 +90,13 @@ class Reducer:
         str | None,
         flag("a folder made by train, a plan made by search, a Hub id (user/repo@revision), or pretrained", "RUN"),
     ] = None
+    last_block: Annotated[
+        Literal["all", "prefix"] | None,
+        flag(
+            "what the last block computes: all tokens, or the prefix tokens alone: fewer MACs, the same logits, for "
+            "models that read the CLS token (all, or as saved)"
+        ),
+    ] = None
     options: Annotated[MethodOptions, tyro.conf.arg(name="reduction", help=MethodOptions.__doc__)] = field(
         default_factory=MethodOptions
     )
@@ -135,7 +142,7 @@ class Reduction(Reducer):
         """
         if self.method is not None:
             return [self.config(), *map(config_from_text, self.then)]
-        if names := [*self.given, *["then"] * bool(self.then)]:
+        if names := [*self.given, *["then"] * bool(self.then), *["last_block"] * (self.last_block is not None)]:
             raise UsageError(f"--{names[0].replace('_', '-')} was given without {missing}")
         return []
 
@@ -159,7 +166,8 @@ class Reduction(Reducer):
                 raise UsageError(
                     f"--method {self.method}, but {self.reducer} holds {saved}; expected --method {saved}, or none"
                 )
-            return load_(model, self.reducer, *map(config_from_text, self.then), **{**self.given, **changes})
+            more = map(config_from_text, self.then)
+            return load_(model, self.reducer, *more, last_block=self.last_block, **{**self.given, **changes})
         configs = self.configs("--method or --reducer; expected one of them")
         for config in configs:
             if config.must_train:
@@ -169,7 +177,7 @@ class Reduction(Reducer):
                 )
         if not configs:
             return model
-        reduce_(model, *configs)
+        reduce_(model, *configs, last_block=self.last_block)
         tell_drained(model)
         return model
 

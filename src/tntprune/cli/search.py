@@ -107,8 +107,8 @@ def search(
         found = find_plan(
             loaded, data, method=config, macs=macs, latency=latency, speedup=speedup, drop=drop,
             blocks=reduction.given.get("at"), photos=photos, minutes=minutes, moves=moves, seed=seed, workers=workers,
-            curve=known, batch_size=batch_size, dtype=dtype, base=base, weights=tuned,
-            made_by=json_format.dumps(about),
+            curve=known, batch_size=batch_size, dtype=dtype, last_block=reduction.last_block,
+            base=base, weights=tuned, made_by=json_format.dumps(about),
         )  # fmt: skip
         write_plan(out, found.plan)  # first: whatever fails behind it, the plan is there
         if curve is not None and known is None and found.curve is not None:

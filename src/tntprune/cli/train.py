@@ -135,7 +135,7 @@ def train(
         built = reduction.apply(built)
         recipe = replace(recipe, config=reduction_of(built).config)
     else:
-        built = reduce_(built, recipe.config)
+        built = reduce_(built, recipe.config, last_block=reduction.last_block)
     about: dict[str, Any] = {"model": model, "weights": host.weights and str(host.weights.resolve())}
     if host.img_size is not None:
         about["img_size"] = list(host.img_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy as shallow
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -98,6 +99,12 @@ class TensorSource:
             )
         self.images, self.labels, self.batch, self.seed, self.mixer = images, labels, batch, seed, mixer
         self.per_epoch = max(1, len(images) // batch)
+
+    def of(self, images: Any) -> TensorSource:
+        """Return the same batches of something else that is there of every image and can be indexed like them."""
+        found = shallow(self)
+        found.images = images
+        return found
 
     def digest(self) -> str:
         """Return SHA-256 of the images and labels."""

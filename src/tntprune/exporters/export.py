@@ -75,7 +75,8 @@ def export(
 
     Raises:
         UserError: the model cannot be exported, a package is missing, or the files cannot be written.
-        UsageError: the format, the dtype or the combination does not exist.
+        UsageError: the format, the dtype or the combination does not exist, or `indices` are asked of a model whose
+            last block computes no patch tokens.
     """
     form, path = find_format(to), Path(path)
     if path.suffix != form.suffix:
@@ -91,6 +92,10 @@ def export(
     for file in files(path, to):
         check_output(file)
     exportable(model)
+    if indices and find_backbone(model).is_narrow(model):
+        raise UsageError(
+            "indices with last_block='prefix', which leaves no patch tokens at the end; expected one of the two"
+        )
     if is_reduced(model):
         reduction_of(model).warn_uncalibrated()
     wanted = calibration if dtype == "int8" else None
@@ -209,7 +214,8 @@ def _in_force(reduction: Method) -> dict[str, Any]:
     """Return a reduction's options, and the patch tokens that are left where some go, by block."""
     steps = reduction.steps(reduction.layout.patches)
     left = {} if reduction.config.variable else {"left": {f"{step.place}": step.leaving for step in steps}}
-    return {name: value for name, value in to_dict(reduction.config).items() if value is not None} | left
+    last = {} if reduction.last_block == "all" else {"last_block": reduction.last_block}
+    return {name: value for name, value in to_dict(reduction.config).items() if value is not None} | left | last
 
 
 def _settle(folder: Path, path: Path) -> tuple[Path, ...]:

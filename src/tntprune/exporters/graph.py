@@ -31,7 +31,7 @@ class Answering(nn.Module):
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Take (B, C, H, W) in fp32, whatever the model computes in."""
-        answer = self.backbone.answer(self.model, images.to(self.dtype))
+        answer = self.backbone.answer(self.model, images.to(self.dtype), narrow=not self.indices)
         logits = answer.logits.float()
         if not self.indices:
             return (logits,)

@@ -126,6 +126,10 @@ class AdaptiveTokens(Method):
         self.scale = nn.Parameter(torch.full((1,), float(config.gate_scale)))
         self.center = nn.Parameter(torch.full((1,), float(config.gate_center)))
 
+    @property
+    def spares_prefix(self) -> bool:
+        return self.config.at is not None  # else what leaves is the sum of what all blocks gave
+
     def halting(self, x: torch.Tensor) -> torch.Tensor:
         """Return halting scores, (B, n, D) to (B, n) in fp32."""
         logits = self.scale.float() * x[:, :, 0].float() - self.center.float()

@@ -32,6 +32,7 @@ class Layout(NamedTuple):
         attn_dim: Width of all heads together.
         pool: What the head reads: "token" for the CLS token, else how the tokens are pooled.
         opens: Whether its blocks can be run in halves, with a view of their attention.
+        weighs: Where they cannot: whether the sizes of merged tokens can count in their attention.
     """
 
     family: str
@@ -45,11 +46,20 @@ class Layout(NamedTuple):
     attn_dim: int = 0
     pool: str = "token"
     opens: bool = True
+    weighs: bool = False
 
     @property
     def patches(self) -> int:
         """N, the patch tokens of the unpruned model."""
         return self.grid[0] * self.grid[1]
+
+    def of_cells(self, side: int) -> Layout:
+        """Return what is left of it where a token is a cell of side x side patches: see `ops.cells`."""
+        if side == 1:
+            return self
+        rows, columns = (size // side for size in self.grid)
+        width = self.embed_dim * side**2
+        return self._replace(embed_dim=width, prefix=0, grid=(rows, columns), opens=False, weighs=True)
 
 
 class Method(nn.Module):
@@ -72,6 +82,8 @@ class Method(nn.Module):
     calibrated: bool = True  # whether its parameters were trained or loaded
     unsaved: bool = False  # whether they were trained and not saved since
     warned: bool = False  # whether `warn_uncalibrated` has been called in a forward pass
+    cell: int = 1  # patches along a side of what is kept or dropped as a whole: one token, to the method
+    last_block: str = "all"  # what the model's forward computes there: "all" tokens, or the "prefix" tokens alone
     output: str = ""  # what the tower of a larger model gives to what follows; see `Backbone.outputs`
 
     def __init__(self, config: Config, layout: Layout) -> None:
@@ -122,6 +134,11 @@ class Method(nn.Module):
             return self.planned(self.scheduled(patches))
         return self._plan or self.settle()
 
+    @property
+    def untouched(self) -> int:
+        """The last block up to which no pass in training does anything; 0 is the embedding."""
+        return 0
+
     def settle(self) -> Plan:
         """Make the plan of the model's own size, which each pass then reads."""
         self._plan = self.planned(self._steps)
@@ -153,6 +170,11 @@ class Method(nn.Module):
     def unfold(self, tokens: Tokens) -> Tokens:
         """Return the tokens with those back among them that the method carries along elsewhere."""
         return tokens
+
+    @property
+    def spares_prefix(self) -> bool:
+        """Whether nothing that it does in the last block, or behind it, changes prefix tokens."""
+        return True
 
     def bias(self, tokens: Tokens, block: int) -> torch.Tensor | None:
         """Return what is added to the logits of each key in a block's attention, (B, 1, 1, prefix + n), or None."""

@@ -110,6 +110,10 @@ class Combined(Method):
         own.trained = self.trained
         return tuple(_of_part(block, self.learner) for block in own.plan(patches))
 
+    @property
+    def untouched(self) -> int:
+        return 0 if self.learner is None else self.parts[self.learner].untouched
+
     def planned(self, steps: Sequence[Step]) -> Plan:
         plans = [part.planned([s for s in steps if s.part == number]) for number, part in enumerate(self.parts)]
         return tuple(
@@ -122,6 +126,10 @@ class Combined(Method):
 
     def sees(self, step: Step) -> Literal["", "heads", "map"]:
         return self.parts[step.part].sees(step)
+
+    @property
+    def spares_prefix(self) -> bool:
+        return all(part.spares_prefix for part in self.parts)
 
     def member(self, number: int) -> Method:
         return self.parts[number]

@@ -200,6 +200,16 @@ class Config:
             found.append(self.changed(at=at, **own))
         return found
 
+    @classmethod
+    def updated(cls, data: dict[str, Any], depth: int | None) -> dict[str, Any]:
+        """Return options that an earlier version saved, so that they mean now what they meant then.
+
+        Args:
+            data: Options by name, as JSON values.
+            depth: Blocks of the model, if known.
+        """
+        return data
+
     def check_changes(self, changes: dict[str, Any], source: str) -> None:
         """Refuse changes that do not fit what was learned.
 

@@ -23,8 +23,12 @@ def to_dict(config: Config) -> dict[str, Any]:
     return {**about, **({"package": package} if package else {}), **asdict(config)}
 
 
-def from_dict(data: dict[str, Any]) -> Config:
-    """Return a config from what `to_dict` made.
+def from_dict(data: dict[str, Any], depth: int | None = None) -> Config:
+    """Return a config from what `to_dict` made, in this version or an earlier one.
+
+    Args:
+        data: The JSON values.
+        depth: Blocks of the model; None if the config is only to be described.
 
     Raises:
         UsageError: it comes from a newer version, or has an unknown method or option.
@@ -38,8 +42,8 @@ def from_dict(data: dict[str, Any]) -> Config:
         parts = data.get("parts")
         if not isinstance(parts, list) or not all(isinstance(part, dict) and "parts" not in part for part in parts):
             raise UsageError("a combination without its parts; expected what tntprune.save writes")
-        return Combination(parts=tuple(from_dict(part) for part in parts))
+        return Combination(parts=tuple(from_dict(part, depth) for part in parts))
     config = find_method(str(name), package)
-    data = {config.renamed.get(option, option): value for option, value in data.items()}
+    data = config.updated({config.renamed.get(option, option): value for option, value in data.items()}, depth)
     check_options(config, data)
     return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})

@@ -108,11 +108,22 @@ class Counts(NamedTuple):
         attention: That enter each block.
         mlp: That enter each block's MLP.
         last: That are left at the end.
+        narrow: Whether they are keys and values alone in the last block, which the prefix tokens leave.
     """
 
     attention: list[int]
     mlp: list[int]
     last: int
+    narrow: bool = False
+
+    def narrowed(self) -> Counts:
+        """Return the counts where the last block runs for the prefix tokens alone."""
+        return Counts(self.attention, [*self.mlp[:-1], 0], 0, True)
+
+
+def before_last(steps: Iterable[Step], depth: int) -> tuple[Step, ...]:
+    """Return the steps that are taken where the last block runs for the prefix tokens alone."""
+    return tuple(step for step in steps if step.place.block < depth)
 
 
 def counts(steps: Iterable[Step], patches: int, depth: int) -> Counts:

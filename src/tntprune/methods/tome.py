@@ -17,7 +17,10 @@ from tntprune.methods.config import Config, option
 from tntprune.methods.steps import Step, Turn
 from tntprune.ops.attention import Heads
 from tntprune.ops.similarity import nearest
-from tntprune.ops.tokens import Tokens, in_order, merge, ranking
+from tntprune.ops.tokens import Average, Tokens, in_order, merge, ranking
+
+Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # who stays, takes in, goes, and where to
+LARGEST = 10_000  # blocks, and tokens at once, that are believed of a file
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,14 @@ class ToMe(Config):
         r: Tokens merged away at each location, at most half of those that arrive; one value or one for each location.
             8 unless `keep` or `tokens` is given. Those two reach their count at each location by merging as often as it
             takes.
-        decreasing: `r` falls evenly from twice its value at the first location to 0 at the last.
+        decreasing: `r` falls evenly from twice its value at the first location to 0 at the last. Each value is
+            truncated, as in the authors' schedule (r, -1), so that fewer tokens go in all than without: 151 instead of
+            156 with r=13 in 12 blocks.
         inside: Merge between the block's attention and its MLP, as published; else after the block.
         metric: What is compared: the keys' "mean" over heads, as published; the "concat"enated keys, as the TNT paper
             ran it on its ViT/16; or the tokens themselves, "x".
+        average: What a merged token is: the "mean" of its tokens, weighted by the patches they stand for, as published;
+            or "mlerp", that mean with the norm of the longest of its tokens (ToFu, Kim et al., WACV 2024, section 3).
         proportional: A merged token counts in attention like as many equal ones (log of its size is added to its
             logits). The authors leave it out for models from masked-image pretraining.
     """
@@ -52,6 +59,9 @@ class ToMe(Config):
     metric: Literal["mean", "concat", "x"] = option(
         "mean", "what is compared: tokens (x), the mean of the heads' keys (mean), or all keys side by side (concat)"
     )
+    average: Literal["mean", "mlerp"] = option(
+        "mean", "what a merged token is: the mean, or the mean with the norm of the longest (mlerp)"
+    )
     proportional: bool = option(True, "weigh merged tokens in attention by their size")
 
     def __post_init__(self) -> None:
@@ -65,7 +75,7 @@ class ToMe(Config):
             for value in self.rs:
                 check(is_int(value) and value >= 0, f"r={value}: expected a whole number, 0 or larger")
         check_flags(self, "decreasing", "inside", "proportional")
-        check_words(self, "metric")
+        check_words(self, "metric", "average")
         unseen = 0 in self.locations and self.metric != "x"
         check(not unseen, "at=0: no block has been seen whose keys could be compared; expected metric='x' or 1 and up")
         even = not self.decreasing or len(self.rs) == 1
@@ -92,12 +102,22 @@ class ToMe(Config):
         return tuple(range(1, last + 1))
 
     def merged(self, number: int, of: int) -> int:
-        """Tokens merged away at one of so many locations, counted from 0, if enough arrive there.
-
-        Falling from 2r to 0, r is rounded so that the sum over all locations is the same as without falling.
-        """
+        """Return the tokens merged away at one of so many locations, counted from 0, if enough arrive there."""
         r = self.rs[number] if len(self.rs) > 1 else self.rs[0]
-        return round(2 * r * (of - 1 - number) / (of - 1)) if self.decreasing and of > 1 else r
+        return int(2 * r - 2 * r / (of - 1) * number) if self.decreasing and of > 1 else r
+
+    @classmethod
+    def updated(cls, data: dict[str, Any], depth: int | None) -> dict[str, Any]:
+        """Keep the counts of a falling `r` from before there was `average`: they were rounded to the nearest."""
+        if data.get("decreasing") is not True or "average" in data:
+            return data
+        r, *more = as_tuple(data.get("r") or 8)
+        of: Any = depth if data.get("at") is None else len(as_tuple(data["at"]))
+        if more or not all(is_int(one) and 0 <= one <= LARGEST for one in (r, of)):
+            return data  # to be described alone, or refused
+        of -= data.get("at") is None and not data.get("inside", True)  # not after the last block
+        counts = [round(2 * r * (of - 1 - number) / (of - 1)) for number in range(of)] if of > 1 else [r]
+        return {**data, "r": counts, "decreasing": False}
 
     def step(self, turn: Turn, count: int, patches: int) -> Step | None:
         if not self.rs:
@@ -139,31 +159,52 @@ class TokenMerging(Method):
 
     def forward(self, tokens: Tokens, step: Step, heads: Heads | None = None) -> Tokens:
         features = replace(tokens, x=self.compared(tokens, heads), prefix=0, carrier=None)
+        average = self.average(step.place.block)
         for count, gone in _passes(step):
-            pairs = match(features.x, gone, odd=tokens.prefix % 2)
-            tokens = merge(tokens, *pairs)  # count - gone patch tokens
+            pairs = self.pairs(features.x, gone, step.place.block)
+            tokens = merge(tokens, *pairs, average=average)  # count - gone patch tokens
             if count - gone > step.leaving:  # what is compared of a merged token is the mean of its tokens'
-                features = merge(features, *pairs)
+                features = merge(features, *pairs, average="none" if average == "none" else "mean")
         return tokens
 
+    def pairs(self, x: torch.Tensor, gone: int, block: int) -> Pairs:
+        """Return who is merged into whom, as `merge` takes it.
+
+        Args:
+            x: (B, n, width), what is compared.
+            gone: How many tokens go, at most n // 2.
+            block: The block's number.
+        """
+        return match(x, gone, odd=self.layout.prefix % 2)
+
+    def average(self, block: int) -> Average:
+        """Return what becomes of the tokens that take others in at a block, as `merge` takes it."""
+        return self.config.average
+
+    def comparisons(self, count: int, gone: int) -> int:
+        """Return how many pairs of tokens are compared in one pass."""
+        return (count // 2) * (count - count // 2)
+
     def macs(self, step: Step) -> int:
-        """Count the comparisons, as in the paper's closed form, and D for each token that is merged away."""
+        """Count the comparisons, as in ToMe's closed form, and D for each token that is averaged with others."""
         layout, metric = self.layout, self.config.metric
         width = {"mean": layout.attn_dim // layout.heads, "concat": layout.attn_dim, "x": layout.embed_dim}[metric]
-        pairs = sum((count // 2) * (count - count // 2) for count, _ in _passes(step))
-        return pairs * width + (step.entering - step.leaving) * layout.embed_dim
+        pairs = sum(self.comparisons(count, gone) for count, gone in _passes(step))
+        averaged = 0 if self.average(step.place.block) == "none" else step.entering - step.leaving
+        return pairs * width + averaged * layout.embed_dim
 
     @classmethod
     def obstacle(cls, layout: Layout, config: ToMe | None = None) -> str | None:  # type: ignore[override]
         if layout.opens or config is None:  # without a config: there is one that would do
             return None
-        wanted = {"inside": False, "metric": "x", "proportional": False}
+        wanted = {"inside": False, "metric": "x", **({} if layout.weighs else {"proportional": False})}
         others = [f"{name}={value!r}" for name, value in wanted.items() if getattr(config, name) != value]
-        why = "its blocks cannot be opened to merge inside them, to compare keys or to let sizes count in attention"
+        sizes = "" if layout.weighs else " or to let sizes count in attention"
+        why = f"its blocks cannot be opened to merge inside them, to compare keys{sizes}"
         return f"{why}; {', '.join(others)} would do" if others else None
 
 
-def match(x: torch.Tensor, gone: int, odd: int) -> tuple[torch.Tensor, ...]:
+def match(x: torch.Tensor, gone: int, odd: int) -> Pairs:
     """Pair each token of A with the most similar one of B, and choose the most similar pairs.
 
     Args:

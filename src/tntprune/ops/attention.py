@@ -41,8 +41,12 @@ class Heads:
 
     def first(self, count: int) -> Heads:
         """Return the heads for the queries of the first tokens alone; the keys are still all there."""
-        bias = self.bias if self.bias is None or self.bias.shape[-2] == 1 else self.bias[..., :count, :]
-        return replace(self, query=self.query[:, :, :count], bias=bias)
+        return self.asked(slice(count))
+
+    def asked(self, rows: slice) -> Heads:
+        """Return the heads for the queries of some tokens; the keys are still all there."""
+        bias = self.bias if self.bias is None or self.bias.shape[-2] == 1 else self.bias[..., rows, :]
+        return replace(self, query=self.query[:, :, rows], bias=bias)
 
     def rows(self, first: int) -> torch.Tensor:
         """Return the attention of the first tokens, (B, heads, first, n) in fp32; each row sums to 1."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tntprune.ops.attention import SizeLogs, size_logs
 
 TABLE = 2**20  # entries for each image of a table of pairs of tokens; larger ones are made in blocks of rows
+Average = Literal["mean", "mlerp", "none"]  # see `merge`
 NOWHERE = -1  # the index of a token without a place of its own in the grid: a fused one, or padding
 
 
@@ -159,8 +160,15 @@ def append(tokens: Tokens, x: torch.Tensor) -> Tokens:
     )
 
 
-def merge(tokens: Tokens, stay: torch.Tensor, into: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> Tokens:
-    """Fold patch tokens into others: their mean, weighted by how many patches each stands for.
+def merge(
+    tokens: Tokens,
+    stay: torch.Tensor,
+    into: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    average: Average = "mean",
+) -> Tokens:
+    """Fold patch tokens into others, which stand for their patches from then on.
 
     A one-hot matmul does it: scatter_reduce does not export everywhere, and gives another sum each time on CUDA. Only
     the tokens into which others can go are touched, and those into which none goes come out bit for bit.
@@ -168,9 +176,12 @@ def merge(tokens: Tokens, stay: torch.Tensor, into: torch.Tensor, source: torch.
     Args:
         tokens: n patch tokens.
         stay: (B, a), positions of the tokens that stay as they are; they come first.
-        into: (b,), positions of the tokens into which others can be folded, in every image the same; they come next.
+        into: (b,), or (B, b) where images differ: positions of the tokens into which others can be folded, next.
         source: (B, r), positions of the tokens to fold; no token is in two of the three, and one in none is dropped.
         target: (B, r), where in `into` each goes; several may go into one.
+        average: What these become: "mean", weighted by how many patches each token stands for; "mlerp", that mean with
+            the norm of the longest token in it (Kim et al., "Token Fusion", WACV 2024, section 3); "none", what they
+            were, so that the tokens to fold are dropped.
 
     Returns:
         a + b patch tokens.
@@ -183,19 +194,23 @@ def merge(tokens: Tokens, stay: torch.Tensor, into: torch.Tensor, source: torch.
     gone = size.gather(1, source)[:, None]  # (B, 1, r)
     first, moved = tokens.prefix + alone, pick(tokens.x, source + tokens.prefix)  # (B, r, D)
     x, sizes = [kept.x[:, :first]], [size_of_kept[:, :alone]]
-    for rows in row_blocks(into.shape[0], source.shape[1]):
+    for rows in row_blocks(into.shape[-1], source.shape[1]):
         lands = target[:, None] == torch.arange(rows.start, rows.stop, device=into.device)[:, None]  # (B, rows, r)
         extra = lands * gone
         own = size_of_kept[:, alone:][:, rows]
         total = own + extra.sum(2)
         sizes.append(total)
+        if average == "none":
+            continue
         own, extra = (own / total)[:, :, None].to(tokens.x.dtype), (extra / total[:, :, None]).to(tokens.x.dtype)
         part = kept.x[:, first:][:, rows]  # and own and extra sum to 1
-        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # OpenVINO has no way to write into a part of a tensor
+        if average == "mlerp":
+            x.append(_mlerp(part, moved, own, extra, lands))
+        elif torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # OpenVINO has no way to write into a part of a tensor
             x.append(torch.baddbmm(part * own, extra, moved))
         else:  # in place: `take` has just copied x, and autocast stands aside
             part.mul_(own).baddbmm_(extra, moved)
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    if len(x) > 1:
         kept = replace(kept, x=torch.cat(x, 1))
     carrier = tokens.carrier
     if carrier is not None:
@@ -203,6 +218,26 @@ def merge(tokens: Tokens, stay: torch.Tensor, into: torch.Tensor, source: torch.
         old, new = torch.cat([left, source], 1), torch.cat([new, target + alone], 1)  # (B, a + b + r)
         carrier = follow(carrier, old, new, tokens.count)
     return replace(kept, size=torch.cat(sizes, 1), carrier=carrier)
+
+
+def _mlerp(
+    x: torch.Tensor, moved: torch.Tensor, own: torch.Tensor, extra: torch.Tensor, lands: torch.Tensor
+) -> torch.Tensor:
+    """Return weighted means, each with the norm of the longest token in it.
+
+    Args:
+        x: (B, b, D), tokens that take others in; those that do not come out bit for bit.
+        moved: (B, r, D), tokens that go.
+        own: (B, b, 1), the weight of each of `x` in its mean.
+        extra: (B, b, r), that of each that goes.
+        lands: (B, b, r), where each goes.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        mean = torch.baddbmm(x * own, extra, moved).float()
+    norms = torch.linalg.vector_norm(moved.float(), dim=2)[:, None]  # (B, 1, r)
+    longest = torch.maximum(torch.linalg.vector_norm(x.float(), dim=2), (lands * norms).amax(2))  # (B, b)
+    times = longest / torch.linalg.vector_norm(mean, dim=2).clamp(min=1e-6)
+    return (mean * torch.where(lands.any(2), times, 1.0)[:, :, None]).to(x.dtype)
 
 
 def spread(tokens: Tokens, grid: tuple[int, int]) -> torch.Tensor:

@@ -58,6 +58,7 @@ def find_plan(
     curve: LatencyCurve | None = None,
     batch_size: int = 1,
     dtype: str = "fp32",
+    last_block: str | None = None,
     base: nn.Module | None = None,
     weights: Path | None = None,
     made_by: str = "",
@@ -95,6 +96,7 @@ def find_plan(
         curve: Time against tokens, measured before, for a budget of time, which measures it otherwise.
         batch_size: Of such a curve.
         dtype: Of such a curve, for weights and images.
+        last_block: What the last block computes, see `reduce_`; None is as the model's own reduction has it, or "all".
         base: The unpruned model, where the model was trained together with its reduction.
         weights: The file of the model's own weights then, for the plan to go with.
         made_by: A note for the plan.
@@ -105,7 +107,8 @@ def find_plan(
 
     Raises:
         UserError: the photos cannot be used, the method cannot be searched, or no schedule meets the budget.
-        UsageError: no budget or several limits of the cost were given, or a value is out of range.
+        UsageError: no budget or several limits of the cost were given, a value is out of range, or
+            last_block="prefix" with a budget of time, which is told from whole blocks.
     """
     began = time.monotonic()
     wanted = budget(macs, latency, speedup, drop)
@@ -120,9 +123,13 @@ def find_plan(
         if not is_reduced(model):
             raise UsageError("nothing to search for: expected a method, or a model with a reduction on it")
         method, learned = reduction_of(model).config, _learned_by(model)
+    if last_block is None:
+        last_block = reduction_of(model).last_block if is_reduced(model) else "all"
+    if last_block == "prefix" and wanted.timed:
+        raise UsageError("last_block='prefix' with a budget of time, which is told from whole blocks; expected 'all'")
     timing = min(TIMING, 6 * minutes) if wanted.timed else 0.0
     deadline = Deadline(60 * minutes - timing)
-    space = Space(model, method, learned, blocks)
+    space = Space(model, method, learned, blocks, last_block)
     cost: Callable[[Config], float] = space.macs
     whole = float(space.base_macs)
     if not wanted.timed:
@@ -178,7 +185,7 @@ def find_plan(
     own = dict(reduced.state_dict() if space.learned is None else space.learned)
     plan = Plan(
         chosen.config, own, backbone, identity(model if base is None else base), weights, made_by, wanted.to_dict(),
-        predicted, [one.to_dict() for one in best],
+        predicted, [one.to_dict() for one in best], last_block=last_block,
     )  # fmt: skip
     others = [one for one in verified if one not in best and one not in marks and one is not chosen]
     ended = "interrupt" if deadline.stops else "time" if deadline.rang else ""
@@ -227,8 +234,8 @@ def _trained(space: Space, found: Shares, seed: int, workers: int | None, progre
         reader = Photos(found.training, transform_for(model, recipe.augmentation), input_mode(model), seed)
         workers = default_workers() if workers is None else workers
         source = PhotoSource(reader, training.batch_size, seed, workers, labelled)
-    train(model, source, training, progress=progress)
-    return Space(space.base, space.template, _learned_by(model), space.blocks)
+    train(model, source, training, progress=progress, keep=True)
+    return Space(space.base, space.template, _learned_by(model), space.blocks, space.last_block)
 
 
 def _learned_by(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 from tntprune.backbones.attach import base_of, device_of
 from tntprune.backbones.base import find_backbone
 from tntprune.errors import UsageError, UserError
-from tntprune.methods import Config
+from tntprune.methods import Config, options
 from tntprune.methods.schedule import schedule
 from tntprune.methods.steps import Step, counts
 from tntprune.serialization.fingerprint import identity
@@ -131,10 +131,11 @@ class LatencyCurve:
         self._check_method(config)
 
     def _check_method(self, config: Config) -> None:
-        for name, value in timed_options(config).items():
-            if self.method.get(name) != value:
+        known = {name: entry.default for name, entry in options(type(config)).items()} | self.method
+        for name, value in timed_options(config).items():  # options younger than the curve had their defaults then
+            if known.get(name) != value:
                 raise UsageError(
-                    f"the latency curve was measured for {self.method['method']} with {name}={self.method.get(name)}, "
+                    f"the latency curve was measured for {self.method['method']} with {name}={known.get(name)}, "
                     f"not {value}; measure it again"
                 )
 

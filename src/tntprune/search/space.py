@@ -14,7 +14,7 @@ from tntprune.errors import UsageError, UserError
 from tntprune.methods import Combination, Config, options
 from tntprune.methods.learned import inherit
 from tntprune.methods.schedule import schedule
-from tntprune.methods.steps import Step, counts
+from tntprune.methods.steps import Step, before_last, counts
 from tntprune.reduce import reduce_
 
 Left = tuple[int, ...]  # patch tokens that are left after each block of a space
@@ -28,6 +28,7 @@ class Space:
         template: The method, with all options but those that are searched.
         learned: What it has learned; None leaves its schedules untrained.
         blocks: Where tokens may go; None is everywhere the method can act.
+        last_block: What the last block computes, see `tntprune.reduce_`.
 
     Raises:
         UserError: the method cannot be searched, or cannot be applied to the model, and why.
@@ -40,12 +41,13 @@ class Space:
         template: Config,
         learned: dict[str, torch.Tensor] | None = None,
         blocks: Sequence[int] | None = None,
+        last_block: str = "all",
     ) -> None:
         backbone = find_backbone(model)
         self.base = base_of(model)
         self.layout, self.costs = backbone.layout(self.base), backbone.costs(self.base)
         self.patches, self.depth = self.layout.patches, self.layout.depth
-        self.template, self.learned = template, learned
+        self.template, self.learned, self.last_block = template, learned, last_block
         self._own: dict[Step, int] = {}
         if isinstance(template, Combination) or not {"at", "tokens"} <= set(options(type(template))):
             raise UserError(f"{template.method} cannot be searched; expected one method, with at and tokens")
@@ -63,7 +65,8 @@ class Space:
         """Return the blocks at which the method can act, with what it has learned."""
         found: list[int] = []
         why = UserError("the model has no blocks")
-        for block in range(self.depth + 1) if blocks is None else sorted(set(blocks)):
+        last = self.depth - (self.last_block == "prefix")  # in which no patch token is left to go
+        for block in range(last + 1) if blocks is None else sorted(set(blocks)):
             try:
                 self.put(self.template.changed(at=block, tokens=max(1, self.patches // 2)))
                 found.append(block)
@@ -146,24 +149,26 @@ class Space:
 
     def put(self, config: Config) -> nn.Module:
         """Return a model with a config on it, which shares its weights with the others, in eval mode if they are."""
-        model = reduce_(twin_of(self.base), config)
+        model = reduce_(twin_of(self.base), config, last_block=self.last_block)
         if self.learned is not None:
             inherit(reduction_of(model), self.learned)
         return model
 
     def macs(self, config: Config) -> int:
         """Return the multiply-accumulates per image, in closed form: what `tntprune.macs` says of the reduced model."""
-        steps = schedule([config], self.patches, self.depth)
+        steps, narrow = schedule([config], self.patches, self.depth), self.last_block == "prefix"
+        steps = before_last(steps, self.depth) if narrow else steps
         for step in steps:
             if step not in self._own:
                 self._own[step] = self._host.macs(step)
-        return self._without_steps(steps) + sum(self._own[step] for step in steps)
+        return self._without_steps(steps, narrow) + sum(self._own[step] for step in steps)
 
     @property
     def base_macs(self) -> int:
         """Multiply-accumulates of the unpruned model."""
         return self._without_steps(())
 
-    def _without_steps(self, steps: Sequence[Step]) -> int:
+    def _without_steps(self, steps: Sequence[Step], narrow: bool = False) -> int:
         left, costs, prefix = counts(steps, self.patches, self.depth), self.costs, self.layout.prefix
+        left = left.narrowed() if narrow else left
         return sum(block_macs(costs, left, prefix)) + costs.embed + head_macs(costs, left.last, prefix)

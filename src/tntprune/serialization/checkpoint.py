@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tntprune
-from tntprune.backbones.attach import attach, base_of, reduction_of
+from tntprune.backbones.attach import attach, base_of, layout_for, reduction_of
 from tntprune.backbones.base import find_backbone
 from tntprune.backbones.classnames import packed_names
 from tntprune.errors import UsageError, UserError
@@ -69,6 +69,8 @@ def save(
     }
     if method.output:
         about["output"] = method.output
+    if method.last_block != "all":
+        about["last_block"] = method.last_block
     if not method.calibrated:
         about["calibrated"] = "no"
         method.warn_uncalibrated()
@@ -138,6 +140,7 @@ def load_(
     *more: Config,
     revision: str | None = None,
     output: str | None = None,
+    last_block: str | None = None,
     **changes: Any,
 ) -> Model:
     """Put a saved reduction on a model, in place.
@@ -152,6 +155,7 @@ def load_(
         *more: Further reductions, at places of their own, that need no training: see `reduce_`.
         revision: Of the repository: a branch, a tag or a commit.
         output: As for `reduce_`; None is what it was saved with.
+        last_block: The same.
         **changes: Options to change, such as `at=3, keep=0.5, similar=25`.
 
     Returns:
@@ -180,11 +184,20 @@ def load_(
         config = config.changed(**changes)
     if untrained := next((part.method for part in more if part.must_train), None):
         raise UsageError(f"{untrained} has to be trained first; expected further reductions that need no training")
-    layout = find_backbone(model).layout(model)
+    output = output or saved.output or None
+    layout = layout_for(model, output)
+    cell, own_cell = (find_backbone(model).cell(model, one or "") for one in (output, saved.output))
+    if saved.learned and saved.output and cell != own_cell:
+        raise UserError(
+            f"{path}: trained with output={saved.output!r}, where a token has {own_cell} x {own_cell} patches; "
+            "expected that output, or another training"
+        )
     for name, value in saved.backbone.items():
         if getattr(layout, name, None) != value:
             raise UserError(f"{path}: made for a model of {name} {value}, given one of {getattr(layout, name, None)}")
-    wanted = reduction_of(attach(base_of(model), config)).state_dict()  # the model stays as it is if this does not fit
+    wanted = reduction_of(
+        attach(base_of(model), config, output=output)
+    ).state_dict()  # the model stays as it is if this does not fit
     if missing := missing_in(saved.learned, wanted):
         raise UserError(f"{path}: {missing}")
     check_fits(path, saved.learned, wanted)
@@ -196,7 +209,8 @@ def load_(
     tuned = None if saved.weights is None else _tuned(saved, saved.weights, source, model)
     if tuned is None:
         warn_of_others(path, base_of(model), saved.model)
-    own: Any = reduction_of(attach(model, config, *more, output=output or saved.output or None))
+    asked = {"output": output, "last_block": last_block or saved.last_block}
+    own: Any = reduction_of(attach(model, config, *more, **asked))
     inherit(own.parts[0] if more and not isinstance(config, Combination) else own, saved.learned)
     own.set_calibrated(saved.calibrated)
     if tuned is not None:
@@ -241,9 +255,10 @@ def read(source: str | Path, model: nn.Module | None = None, revision: str | Non
         raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
     tensors = {name: with_dimension(value) for name, value in read_weights(path).items() if name != EMPTY}
     return SavedReduction(
-        from_dict(config), tensors, backbone, parsed(about.get("model", "")) or {},
+        from_dict(config, backbone.get("depth")), tensors, backbone, parsed(about.get("model", "")) or {},
         path.parent / WEIGHTS if about.get("weights") else None, about.get("made_by", ""),
-        output=about.get("output", ""), calibrated=about.get("calibrated") != "no", path=path,
+        output=about.get("output", ""), last_block=about.get("last_block", "all"),
+        calibrated=about.get("calibrated") != "no", path=path,
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class SavedReduction:
     weights: Path | None = None  # the model's own, where they were trained with the reduction
     made_by: str = ""  # how it was made; the library's own notes are JSON
     output: str = field(default="", kw_only=True)  # of a tower to what follows; see `Backbone.outputs`
+    last_block: str = field(default="all", kw_only=True)  # what the last block computes; see `tntprune.reduce_`
     calibrated: bool = field(default=True, kw_only=True)
     path: Path = field(default=Path("the plan"), kw_only=True)  # of the file that it was read from
 
@@ -79,6 +80,7 @@ def write_plan(path: Path, plan: Plan) -> None:
         "learned": base64.b64encode(packed(tensors)).decode() if tensors else "",
         "weights": "" if plan.weights is None else Path(os.path.relpath(plan.weights, path.parent)).as_posix(),
         "front": plan.front,
+        **({} if plan.last_block == "all" else {"last_block": plan.last_block}),
     }
     write(path, (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode())
 
@@ -108,11 +110,12 @@ def read_plan(path: Path) -> Plan:
         raise UserError(f"{path}: a broken plan, what was learned cannot be read; search for it again") from None
     check_finite(path, tensors)
     converted = {
-        "config": from_dict(data["config"]),
+        "config": from_dict(data["config"], data["backbone"].get("depth")),
         "learned": {name: with_dimension(value) for name, value in tensors.items()},
         "weights": path.parent / data["weights"] if data["weights"] else None,
     }
-    return Plan(**{name: data[name] for name in FIELDS} | converted, path=path)
+    last_block = str(data.get("last_block", "all"))
+    return Plan(**{name: data[name] for name in FIELDS} | converted, last_block=last_block, path=path)
 
 
 def parsed(text: str) -> dict[str, Any] | None:

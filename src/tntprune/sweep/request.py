@@ -81,6 +81,7 @@ class TrainedReducer:
             raise UserError(f"{source}: no such folder; expected one that tntprune train or tntprune.save wrote")
         saved = read(self.source, model)
         self.config, self.tensors, self.path, self.weights = saved.config, saved.learned, saved.path, saved.weights
+        self.last_block = saved.last_block
         self.tuned = self.weights is not None  # whether the model was trained with it
 
     @cached_property
@@ -126,7 +127,7 @@ def shaped(shape: nn.Module, config: Config | None, saved: TrainedReducer | None
     parts = config.parts if isinstance(config, Combination) else (config,)
     if saved is None and (untrained := [part.method for part in parts if part.must_train]):
         raise UserError(f"{untrained[0]} has to be trained first; expected a reducer, made by tntprune train")
-    reduced = reduce_(twin_of(shape), config)
+    reduced = reduce_(twin_of(shape), config, last_block=None if saved is None else saved.last_block)
     if saved is not None and (missing := missing_in(saved.tensors, reduction_of(reduced).state_dict())):
         raise UserError(f"{saved.path}: {missing}")
     return reduced

@@ -40,6 +40,7 @@ def fit(
     after: Callable[[int, float, Trainer], None] | None = None,
     progress: bool = True,
     group: ProcessGroup = ALONE,
+    keep: bool = False,
 ) -> None:
     """Train a reduced model from step `first` to the end.
 
@@ -52,6 +53,8 @@ def fit(
         after: Called after each step with its number from 1, its loss and the trainer.
         progress: Show a bar with the loss and the time left.
         group: The processes that train together.
+        keep: Keep what a frozen model makes of images in memory for all epochs, where it fits; what is learned is the
+            same up to rounding.
 
     Raises:
         UserError: the images cannot be used, or the loss is not finite; what the reduction had learned before the
@@ -79,6 +82,9 @@ def fit(
         # a shuffling loader of the user's draws its order before the first step
         torch.default_generator.manual_seed(training.seed)
         trainer = trainer or Trainer(model, training, total, group)
+        if keep and isinstance(source, TensorSource) and source.mixer is None and epochs > 1:
+            features = trainer.features(source.images, progress)
+            source = source if features is None else source.of(features)
         average, parts = math.nan, source.batches(first, total, trainer.share)
         hidden = not (progress and group.main)
         with tqdm(total=total, initial=first, unit="step", disable=hidden, desc="training") as bar:
@@ -170,5 +176,5 @@ def calibrate_(
         source = photo_source(model, data, Recipe(reduction_of(model).config, options), labelled, workers)
     else:
         source = LoaderSource(data, backbone.prompts)
-    fit(model, source, options, progress=progress)
+    fit(model, source, options, progress=progress, keep=True)
     return model

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tntprune.backbones.blocks import Inside
 from tntprune.backbones.reduced import Reduced
 from tntprune.methods.steps import Plan, begins
 from tntprune.ops.tokens import Tokens
@@ -27,27 +25,27 @@ def run_both(tower: Reduced, images: torch.Tensor, whole: bool, narrow: bool) ->
     """
     if tower.trace is not None:  # somebody wants to see a whole pass
         with torch.no_grad():
-            teacher = _finish(tower, *tower.enter(images), None, 0, narrow) if whole else None
+            teacher = finish(tower, *tower.enter(images), None, 0, narrow) if whole else None
         return teacher, tower.walk(images)
     with torch.no_grad():
         tokens, everywhere = tower.enter(images)
         plan = tower.reduction.plan(tokens.count)
         first = begins(plan)
         tokens = tower.onward(tokens, everywhere, None, 0, first)
-        teacher = _finish(tower, tokens, everywhere, None, first, narrow) if whole else None
-    return teacher, _finish(tower, tokens, everywhere, plan, first, narrow)
+        teacher = finish(tower, tokens, everywhere, None, first, narrow) if whole else None
+    return teacher, finish(tower, tokens, everywhere, plan, first, narrow)
 
 
-def _finish(tower: Reduced, tokens: Tokens, everywhere: Any, plan: Plan | None, first: int, narrow: bool) -> Tokens:
+def run_from(tower: Reduced, tokens: Tokens, narrow: bool) -> Tokens:
+    """Return the reduced model's last tokens, from those that leave a block before which it does nothing."""
+    plan = tower.reduction.plan(tokens.count)
+    assert begins(plan) >= tokens.block, "the reduction acts before the block whose tokens were kept"
+    return finish(tower, tokens, None, plan, tokens.block, narrow)
+
+
+def finish(tower: Reduced, tokens: Tokens, everywhere: Any, plan: Plan | None, first: int, narrow: bool) -> Tokens:
     """Go on to the end; only prefix tokens leave the last block, where nobody asks for others and it is idle."""
     depth = len(tower.blocks)
     if not narrow or first == depth or not (plan is None or plan[depth].idle):
         return tower.onward(tokens, everywhere, plan, first)
-    return run_for_prefix(tower, *tower.advance(tokens, everywhere, plan, first, depth - 1))
-
-
-def run_for_prefix(tower: Reduced, tokens: Tokens, places: Any) -> Tokens:
-    """Run the last block for the prefix tokens alone, which see all others: (B, prefix + n, D) to (B, prefix, D)."""
-    number = len(tower.blocks)
-    inside = Inside(bias=tower.reduction.bias(tokens, number), queries=tokens.prefix)
-    return replace(tokens, x=tower.run(number, tokens.x, places, inside), block=number)
+    return tower.run_for_prefix(*tower.advance(tokens, everywhere, plan, first, depth - 1), apart=False)

@@ -13,6 +13,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import nn
+from tqdm import tqdm
 
 from tntprune.backbones.attach import base_of, device_of, reduction_of
 from tntprune.backbones.base import Answer, find_backbone, tower_of
@@ -24,9 +25,13 @@ from tntprune.system.distributed import ALONE, ProcessGroup
 from tntprune.system.precision import DTYPES, unfused
 from tntprune.training.config import RANK, RATE, Training
 from tntprune.training.drop_path import Depth
-from tntprune.training.frozen_pass import run_both
+from tntprune.training.frozen_features import Features
+from tntprune.training.frozen_pass import finish, run_both, run_from
 from tntprune.training.learning import LowRank, learned_parameters, weights_of
 from tntprune.training.learning import learning as learning
+
+TOGETHER = 32  # images whose features are worked out at a time
+MOST = 2**31  # bytes of features that are kept in memory
 
 
 class Diverged(UserError):
@@ -78,8 +83,8 @@ class Trainer:
                 f"expected a classifier, or {other}"
             )
         self.depth = Depth(model, training.drop_path)
-        asks = self.method.needs_teacher and not training.unfreeze
-        self.judges = bool(self.kl) or asks  # whether the unpruned model is asked
+        self.asks = self.method.needs_teacher and not training.unfreeze  # for the unpruned model's tokens
+        self.judges = bool(self.kl) or self.asks  # whether the unpruned model is asked
         self.base: nn.Module | None = None
         if tunes and self.judges:  # it stays as it was; of a frozen model the first blocks are run once for both
             self.base = copy.deepcopy(base_of(model)).requires_grad_(False).eval()
@@ -155,7 +160,8 @@ class Trainer:
         self.optimizer.zero_grad()
         sum_ = torch.zeros((), device=self.device)
         for images, _ in parts:
-            self.backbone.check_images(self.model, images)
+            if not isinstance(images, Features):
+                self.backbone.check_images(self.model, images)
         for part, (images, labels) in zip(self.share.mine, parts, strict=True):
             self.seed(self.training.seed_of(number, part))
             sum_ += self.backward(images, labels)
@@ -202,12 +208,13 @@ class Trainer:
         step = f"step {number + 1}: the loss or a gradient is not finite"
         for images, _ in parts:
             own = images.to(self.device)
-            pixels = own["pixel_values"] if isinstance(own, Prompts) else own
+            pixels = own["pixel_values"] if isinstance(own, Prompts) else own.x if isinstance(own, Features) else own
             bad = int((~pixels.flatten(1).isfinite().all(1)).sum())
             if bad:
                 return f"{step}: {bad} of {len(pixels)} images hold NaN or infinity; expected finite pixels"
             teacher = base_of(self.model) if self.base is None else self.base
-            if not self.backbone.answer(teacher, own).logits.isfinite().all():
+            answers = own.logits if isinstance(own, Features) else self.backbone.answer(teacher, own).logits
+            if answers is not None and not answers.isfinite().all():
                 return f"{step}, nor are the unpruned model's own answers; expected finite weights, normalised images"
         half = "" if self.half is None else ", or amp='none' (--amp none)"
         if number == 0:  # no rate has been used yet
@@ -219,7 +226,9 @@ class Trainer:
     def backward(self, images: Any, labels: torch.Tensor | None) -> torch.Tensor:
         """Add the gradients of one part of a batch to those that are there; the loss is its share of the batch's."""
         images = images.to(self.device, non_blocking=True)
-        if images.is_inference():  # autograd takes none that were made under inference_mode
+        if (
+            not isinstance(images, Features) and images.is_inference()
+        ):  # autograd takes none that were made under inference_mode
             images = images.clone()
         with unfused(self.slow), self.depth.on():  # the backward pass too, which runs checkpointed blocks again
             with torch.autocast(self.device.type, self.half, enabled=self.half is not None):
@@ -277,8 +286,11 @@ class Trainer:
 
     def answers(self, images: Any) -> tuple[Answer | None, Answer]:
         """Return what the unpruned model says, if anyone wants to know, and what the reduced one says."""
+        tower: Any = tower_of(self.model)
+        if isinstance(images, Features):
+            known = None if images.logits is None else Answer(images.logits, images.logits, None)
+            return known, self.backbone.judge(self.model, run_from(tower, images.tokens, self.narrow))
         if self.twice:
-            tower: Any = tower_of(self.model)
             whole, left = run_both(tower, images, self.judges, self.narrow)
             with torch.no_grad():
                 teacher = None if whole is None else self.backbone.judge(self.model, whole)
@@ -288,6 +300,34 @@ class Trainer:
             with torch.no_grad(), self.depth.on(False):
                 teacher = self.backbone.answer(self.base, images)
         return teacher, self.backbone.answer(self.model, images)
+
+    @torch.no_grad()
+    def features(self, images: torch.Tensor, progress: bool = True) -> Features | None:
+        """Work out what is the same in every epoch, or return None where it is not, or where it would not fit.
+
+        It is the same of a model that is frozen, and it is enough where nobody reads the unpruned model's tokens.
+
+        Args:
+            images: (n, C, H, W), all that are trained on.
+            progress: Show a bar.
+        """
+        tower: Any = tower_of(self.model)
+        same = self.twice and not self.asks and not self.training.drop_path and tower.trace is None
+        if not same or self.group.size > 1:
+            return None
+        block, kept, answers = self.method.untouched, [], []
+        with unfused(self.slow), torch.autocast(self.device.type, self.half, enabled=self.half is not None):
+            for part in tqdm(images.split(TOGETHER), desc="unpruned model", unit="batch", disable=not progress):
+                self.backbone.check_images(self.model, part)
+                tokens, everywhere = tower.enter(part.to(self.device))
+                if everywhere is not None or tokens.x[0].nbytes * len(images) > MOST:  # places are those of a batch
+                    return None
+                tokens = tower.onward(tokens, None, None, 0, block)
+                kept.append(tokens.x.to(images.device))
+                if self.judges:
+                    whole = finish(tower, tokens, None, None, block, self.narrow)
+                    answers.append(self.backbone.judge(self.model, whole).logits.float().to(images.device))
+        return Features(torch.cat(kept), block, tokens.prefix, torch.cat(answers) if answers else None)
 
     def averages(self) -> dict[str, torch.Tensor]:
         """Return the moving averages of what is learned, by its names; none if none are kept."""

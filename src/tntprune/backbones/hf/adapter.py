@@ -53,9 +53,8 @@ class HuggingFace(Backbone):
         return self.anatomy.grid(self.tower(model), images)
 
     def obstacle(self, model: nn.Module) -> str | None:
-        if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
-            wanted = ".".join(map(str, OLDEST))
-            return f"transformers {transformers.__version__} (expected {wanted} or newer: pip install -U transformers)"
+        if reason := outdated():
+            return reason
         for block in self.anatomy.blocks(self.tower(model)):
             if self.plain(block) not in self.anatomy.layers:
                 names = ", ".join(layer.__name__ for layer in self.anatomy.layers)
@@ -91,7 +90,8 @@ class HuggingFace(Backbone):
         for block in self.anatomy.blocks(tower):
             parts = self.anatomy.parts(block)
             attention = linears(parts.query, parts.key, parts.value, parts.project)
-            blocks.append(BlockCost(attention + norm, 2 * shape.attn_dim, linears(parts.mlp) + norm))
+            key = linears(parts.key, parts.value) + norm
+            blocks.append(BlockCost(attention + norm, 2 * shape.attn_dim, linears(parts.mlp) + norm, key))
         embed = shape.patches * self.anatomy.patch(tower).weight.numel()
         return self.ends(model, Costs(embed, tuple(blocks), norm, 0, 0), shape)
 
@@ -100,12 +100,12 @@ class HuggingFace(Backbone):
         """Add the costs before the first and after the last block. The final norm is counted per token so far."""
 
     def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-        return self.answer(model, images).logits  # a whole CLIP would ask for words too
+        return self.answer(model, images, narrow=True).logits  # a whole CLIP would ask for words too
 
-    def answer(self, model: nn.Module, images: torch.Tensor) -> Answer:
+    def answer(self, model: nn.Module, images: torch.Tensor, narrow: bool = False) -> Answer:
         tower: Any = self.tower(model)
         if isinstance(tower, ReducedTower):
-            return self.judge(model, tower.walk(images))
+            return self.judge(model, tower.walk(images, narrow=narrow and self.is_narrow(model)))
         x, pooled = self.unpruned(tower, images)
         tokens = start(x, self.anatomy.prefix(tower))
         return Answer(*self.head(model, tokens, pooled), tokens)
@@ -123,6 +123,14 @@ class HuggingFace(Backbone):
     @abstractmethod
     def head(self, model: Any, tokens: Tokens, pooled: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits and those for cross-entropy; of a model without classes the embedding."""
+
+
+def outdated() -> str | None:
+    """Return what is the matter with a transformers that is too old; None where it is not."""
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= OLDEST:
+        return None
+    wanted = ".".join(map(str, OLDEST))
+    return f"transformers {transformers.__version__} (expected {wanted} or newer: pip install -U transformers)"
 
 
 def linears(*modules: nn.Module) -> int:

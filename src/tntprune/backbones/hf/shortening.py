@@ -73,21 +73,35 @@ class VisibleProjector:
         return out.masked_fill(missing, torch.nan)
 
 
+class VisiblePooling:
+    """A projector that averages cells of a square of patches, each of them NaN as a whole or not at all."""
+
+    def forward(self: Any, vision_outputs: torch.Tensor) -> torch.Tensor:
+        """Project tokens (B, N, D) to the width of the language model, (B, cells, width); a cell of NaN becomes NaN."""
+        missing = vision_outputs.isnan().any(-1)  # (B, N)
+        side = self.patches_per_image
+        cells = self.avg_pool(missing.view(-1, 1, side, side).to(vision_outputs.dtype)).flatten(1) > 0
+        out: torch.Tensor = super().forward(vision_outputs.masked_fill(missing[:, :, None], 0))  # type: ignore[misc]
+        return out.masked_fill(cells[:, :, None], torch.nan)
+
+
 class ShorteningModel(ReducedModel):
     """A tower, a projector and a language model that sees fewer visual tokens.
 
     Args:
         first: The position of the first token where the caller gives none.
+        tower_name: The name of its tower.
         shortens: Whether its tower's reduction has `output="tokens"`.
     """
 
     first: ClassVar[int] = 0
+    tower_name: ClassVar[str] = "vision_tower"
     config: Any
 
     @property
     def shortens(self: Any) -> bool:
         """Whether its tower gives no more than what was kept."""
-        return self.vision_tower.reduction.output == "tokens"  # type: ignore[no-any-return]
+        return getattr(self, self.tower_name).reduction.output == "tokens"  # type: ignore[no-any-return]
 
     def forward(
         self: Any,
@@ -155,16 +169,20 @@ class ShorteningModel(ReducedModel):
         count, left = int(visual.sum()), int(there.sum())
         if count != len(rows):
             raise UserError(
-                f"the prompt has {count} image tokens; expected {len(rows)} for its {len(found)} image(s), as the "
+                f"the prompt has {count} image tokens; expected {len(rows)} for its images, as the "
                 "unpruned model wants them: the processor stays as it is"
             )
         if left == count:
             return None, images
         if not left:
             raise UserError("every visual token was dropped, or the tower gives NaN; expected finite images")
-        kept = rows[there.nonzero()[:, 0]]
+        place = there.nonzero()[:, 0]
         keep = torch.ones_like(visual).masked_scatter(visual, there)
-        return keep, type(images)(pooler_output=kept[None] if isinstance(found, torch.Tensor) else [kept])
+        rows = rows[place]
+        own: dict[str, Any] = {"pooler_output": rows[None] if isinstance(found, torch.Tensor) else [rows]}
+        if (deep := getattr(images, "deepstack_features", None)) is not None:  # what further layers are given
+            own["deepstack_features"] = [[torch.cat(tuple(layer))[place]] for layer in deep]
+        return keep, type(images)(**own)
 
     def shortened(
         self: Any, given: dict[str, Any], seen: Seen | None, keep: torch.Tensor | None, kwargs: dict[str, Any]
@@ -177,7 +195,7 @@ class ShorteningModel(ReducedModel):
             keep: (B, n), False for dropped visual tokens; None if there are none.
             kwargs: The rest; what goes with the tokens is replaced in it.
         """
-        ids, mask, positions, cache = (given[n] for n in ("input_ids", "attention_mask", "position_ids", "cache"))
+        ids, mask, cache = (given[name] for name in ("input_ids", "attention_mask", "cache"))
         batch, count = (kwargs["inputs_embeds"] if ids is None else ids).shape[:2]
         device = (kwargs["inputs_embeds"] if ids is None else ids).device
         held = 0 if cache is None else int(cache.get_seq_length())
@@ -193,30 +211,67 @@ class ShorteningModel(ReducedModel):
                 f"{batch} x {past + count}, one number for each token of the prompt: with output='tokens' no static "
                 "cache, and no mask that is made beforehand"
             )
-        if mask is None and cache is None and positions is not None and bool((positions.diff(dim=-1) != 1).any()):
-            raise UserError(
-                "position_ids of packed sequences; expected one prompt a row, with an attention_mask if they are padded"
-            )
-        if positions is not None and positions.ndim != 2:
-            raise UserError(f"position_ids of {positions.ndim} dimensions; expected (batch, tokens)")
+        positions = self.placed(given, past, count, device, kwargs)
         ones = torch.ones(batch, past + count, dtype=torch.bool, device=device)
         whole = ones if mask is None else mask.to(device).bool()
         before, own = whole[:, :past], whole[:, past:]
         if seen is not None:
             before = torch.cat([seen.mask.expand(batch, -1), before[:, seen.length :]], 1)
-        if positions is None:
-            positions = torch.arange(past + self.first, past + self.first + count, device=device)[None]
         places = None
         if keep is not None:
             places = places_of(keep, own)
             index, own = places.place, places.real
             other = int(self.config.image_token_id == 0)  # any other token: it is not attended to
             ids = ids.masked_fill(~keep, other).gather(1, index)
-            positions = positions.expand(batch, -1).gather(1, index)
-            if kwargs.get("token_type_ids") is not None:
-                kwargs["token_type_ids"] = kwargs["token_type_ids"].gather(1, index)
-        mask = torch.cat([before, own], 1).long()
+            axes = positions.shape[:-2]  # (3,) or none
+            positions = positions.expand(*axes, batch, -1).gather(-1, index.expand(*axes, -1, -1))
+            for name in ("token_type_ids", "mm_token_type_ids"):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = kwargs[name][:, -count:].gather(1, index)
+        mask = torch.cat([before, own], 1)
+        self.check_windows(mask)
+        mask = mask.long()
         return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "cache": cache}, places
+
+    def check_windows(self: Any, mask: torch.Tensor) -> None:
+        """Refuse rows (B, m) with fillers among their tokens where attention counts them in a sliding window.
+
+        Raises:
+            UserError: there are any, and more tokens than the window has.
+        """
+        window = getattr(self.config.get_text_config(), "sliding_window", None)
+        if not window or mask.shape[1] <= window:
+            return
+        if bool((~mask & (mask.cumsum(1) > 0) & (mask.flip(1).cumsum(1).flip(1) > 0)).any()):
+            raise UserError(
+                f"prompts of a batch that lose different numbers of visual tokens, and {mask.shape[1]} are left, more "
+                f"than the sliding window of {window}, which would count those that only fill up; expected one prompt "
+                "at a time, or output='grid'"
+            )
+
+    def placed(
+        self: Any, given: dict[str, Any], past: int, count: int, device: torch.device, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return the positions of the whole prompt's tokens, (B or 1, n); behind any axes that a family has besides.
+
+        Args:
+            given: As for `shortened`.
+            past: Tokens before them.
+            count: How many they are.
+            device: Where they are.
+            kwargs: The rest of what the caller gave.
+        """
+        positions: torch.Tensor | None = given["position_ids"]
+        if positions is None:
+            return torch.arange(past + self.first, past + self.first + count, device=device)[None]
+        packed = given["attention_mask"] is None and given["cache"] is None
+        if packed and bool((positions.diff(dim=-1) != 1).any()):
+            raise UserError(
+                "position_ids of packed sequences; expected one prompt a row, with an attention_mask if they are padded"
+            )
+        if positions.ndim != 2:
+            raise UserError(f"position_ids of {positions.ndim} dimensions; expected (batch, tokens)")
+        return positions
 
     def restored(
         self: Any, out: Any, images: Any, given: dict[str, Any], places: Places, kwargs: dict[str, Any]

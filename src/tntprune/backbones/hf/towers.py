@@ -63,9 +63,10 @@ class OpenAttention:
         if inside is None:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc, no-any-return]
         project, scale, dropout = (getattr(self, name) for name in self.names)
+        asking = inside.asking(hidden_states) if inside.apart else hidden_states
         query, key, value = (
-            layer(hidden_states).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, n, head_dim)
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
+            layer(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, n, head_dim)
+            for layer, x in ((self.q_proj, asking), (self.k_proj, hidden_states), (self.v_proj, hidden_states))
         )
         query, key = self.placed(query, key, **kwargs)
         rate = dropout if self.training else 0.0
@@ -191,6 +192,7 @@ class ReducedTower(ReducedModel, Reduced):
         masks: tuple[Any, ...] = (),
         flags: dict[str, Any] | None = None,
         pools: bool = True,
+        narrow: bool = False,
         **options: Any,
     ) -> tuple[Tokens, Any]:
         """From images to the tokens that leave the last norm, and to what transformers makes of them.
@@ -200,6 +202,7 @@ class ReducedTower(ReducedModel, Reduced):
             masks: Arguments that a reduced model does not take: each has to be None.
             flags: What else the caller gave: `output_hidden_states`, `output_attentions`, and what nobody looks at.
             pools: Whether anyone reads the `pooler_output`.
+            narrow: Whether nobody reads patch tokens, unless hidden states are asked for.
             **options: For the embedding.
 
         Raises:
@@ -213,7 +216,8 @@ class ReducedTower(ReducedModel, Reduced):
             states.append(self.shown(tokens, pixel_values) if number in wanted else None)
 
         follow = bool(self.reduction.output)
-        tokens = self.walk(pixel_values, note if wanted else None, follow=follow, **options)
+        narrow = narrow and not wanted
+        tokens = self.walk(pixel_values, note if wanted else None, follow=follow, narrow=narrow, **options)
         tokens = self.joined(self.final(tokens))
         last = self.shown(tokens, pixel_values)
         out = self.output(last_hidden_state=last, hidden_states=tuple(states) if wanted else None)

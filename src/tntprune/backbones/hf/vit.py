@@ -32,6 +32,7 @@ from tntprune.methods.base import Layout
 from tntprune.ops.tokens import Tokens
 
 ALIKE = ((vit, "ViT"), (deit, "DeiT"), (ijepa, "IJepa"))  # and how their classes' names begin
+NARROW = "reads_prefix"  # with which a classifier tells its tower that nobody reads patch tokens
 MSN, MAE = ((msn, "ViTMSN"),), ((mae, "ViTMAE"),)
 FAMILIES = (*ALIKE, *MSN, *MAE)
 
@@ -64,6 +65,9 @@ class _Tower(ReducedTower):
     def final(self: Any, tokens: Tokens) -> Tokens:
         return replace(tokens, x=self.layernorm(tokens.x))
 
+    def behind(self: Any) -> tuple[nn.Module, ...]:
+        return self, self.layernorm
+
     def pooled(self: Any, tokens: Tokens) -> torch.Tensor | None:
         pooler = getattr(self, "pooler", None)  # ViT-MSN has none
         return None if pooler is None else pooler(tokens.x)
@@ -77,8 +81,9 @@ class _Tower(ReducedTower):
         **kwargs: Any,
     ) -> Any:
         """Turn images into the tokens that are left, normalised."""
-        masks = (bool_masked_pos, attention_mask)
-        return self.answer(pixel_values, masks, kwargs, interpolate_pos_encoding=interpolate_pos_encoding)
+        masks, narrow = (bool_masked_pos, attention_mask), bool(kwargs.pop(NARROW, False))
+        options = {"interpolate_pos_encoding": interpolate_pos_encoding}
+        return self.answer(pixel_values, masks, kwargs, narrow=narrow, **options)
 
 
 def in_order(tower: Any, images: torch.Tensor) -> torch.Tensor:
@@ -124,6 +129,16 @@ class _Pooling(ReducedPooling):
         return self.classify(labels, found, kwargs, **loss)
 
 
+class _Reader(ReducedModel):
+    """A classifier whose head reads prefix tokens alone."""
+
+    def forward(self, pixel_values: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Turn images into logits, as the unpruned model; without labels its tower need not give patch tokens."""
+        if not args and kwargs.get("labels") is None:
+            kwargs[NARROW] = True  # which the plain class hands to the tower
+        return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
+
+
 made = partial(derivations, home=__name__)
 TOWERS = {
     **made(ALIKE, "Model", _Tower),
@@ -151,7 +166,7 @@ class HuggingFaceViT(HuggingFace):
     swaps: ClassVar = {
         **TOWERS,
         **{
-            kind: derived(kind, _Pooling if name == "ijepa" else ReducedModel, home=__name__)
+            kind: derived(kind, _Pooling if name == "ijepa" else _Reader, home=__name__)
             for kind, name in HOLDERS.items()
         },
     }
@@ -164,6 +179,11 @@ class HuggingFaceViT(HuggingFace):
             share = model.config.mask_ratio
             return f"mask_ratio={share}, which drops patches at random (expected 0: model.config.mask_ratio = 0.0),"
         return super().obstacle(model)
+
+    def last_block_obstacle(self, model: nn.Module) -> str | None:
+        if any(isinstance(model, kind) for kind in HOLDERS):
+            return None if self.pool(model) == "token" else "its head reads the patch tokens"
+        return super().last_block_obstacle(model)
 
     def pool(self, model: nn.Module) -> str:
         return "token" if self.anatomy.prefix(self.tower(model)) else "avg"

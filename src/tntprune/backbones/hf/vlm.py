@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any, ClassVar
 
 import torch
@@ -14,13 +16,17 @@ from transformers.models.llava import modeling_llava as llava
 from transformers.models.llava_next import modeling_llava_next as llava_next
 from transformers.models.llava_onevision import modeling_llava_onevision as onevision
 from transformers.models.paligemma import modeling_paligemma as paligemma
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
 from transformers.models.smolvlm import modeling_smolvlm as smolvlm
 from transformers.models.vipllava import modeling_vipllava as vipllava
 
 from tntprune.backbones.base import Answer, Backbone, Costs, WordCosts, kind_of
-from tntprune.backbones.hf import clip, idefics3, internvl, siglip, vit
-from tntprune.backbones.hf.adapter import HuggingFace, linears
-from tntprune.backbones.hf.shortening import ShorteningGenerator, ShorteningModel, VisibleProjector
+from tntprune.backbones.hf import clip, idefics3, internvl, qwen, siglip, vit
+from tntprune.backbones.hf.adapter import linears
+from tntprune.backbones.hf.mrope import MropeGenerator, MropeModel
+from tntprune.backbones.hf.shortening import ShorteningGenerator, ShorteningModel, VisiblePooling, VisibleProjector
 from tntprune.backbones.hf.towers import ReducedModel, derived
 from tntprune.backbones.prompts import Prompts
 from tntprune.errors import UserError
@@ -38,8 +44,10 @@ class Family:
         tower: The vision tower's name in the model without a head for the next token.
         projector: The name of the projector there.
         language: The name of the language model there.
-        cells: What its projector does with patches together, so that no single one can be left out; "" for nothing.
+        cells: What its projector does with patches together, so that none can be left out; "" for nothing.
+        joins: From its config, the patches along one side of a cell that its projector joins: whole cells are left out.
         first: The position of the first token of a prompt.
+        merges: Whether its tower merges cells of patches itself, and images have a size of their own; they are Qwen's.
     """
 
     module: Any
@@ -48,7 +56,21 @@ class Family:
     projector: str = "multi_modal_projector"
     language: str = "language_model"
     cells: str = ""
+    joins: Callable[[Any], int] = lambda config: 1
     first: int = 0
+    merges: bool = False
+
+    @property
+    def bases(self) -> tuple[type, type]:
+        """What its model and its model with a head for the next token are besides their own classes."""
+        if self.cells:
+            return ReducedModel, ReducedModel
+        return (MropeModel, MropeGenerator) if self.merges else (ShorteningModel, ShorteningGenerator)
+
+
+def _pooled(config: Any) -> int:
+    """Return the patches along one side of a cell that Gemma 3 averages."""
+    return int(config.vision_config.image_size // config.vision_config.patch_size // isqrt(config.mm_tokens_per_image))
 
 
 FAMILIES = (
@@ -57,37 +79,45 @@ FAMILIES = (
     Family(vipllava, "VipLlava"),
     Family(paligemma, "PaliGemma", first=1),
     Family(onevision, "LlavaOnevision", cells="it resamples the grid of an image's crops"),
-    Family(gemma3, "Gemma3", cells="its projector averages cells of patches"),
-    Family(internvl_model, "InternVL", cells="its projector joins cells of patches"),
-    Family(
-        idefics3_model, "Idefics3", "vision_model", "connector", "text_model", "its projector joins cells of patches"
+    Family(gemma3, "Gemma3", joins=_pooled),
+    Family(internvl_model, "InternVL", joins=lambda config: round(1 / config.downsample_ratio)),
+    *(
+        Family(module, name, "vision_model", "connector", "text_model", joins=lambda config: int(config.scale_factor))
+        for module, name in ((idefics3_model, "Idefics3"), (smolvlm, "SmolVLM"))
     ),
-    Family(smolvlm, "SmolVLM", "vision_model", "connector", "text_model", "its projector joins cells of patches"),
+    *(
+        Family(module, name, "visual", "visual.merger", merges=True)
+        for module, name in ((qwen2, "Qwen2VL"), (qwen2_5, "Qwen2_5_VL"), (qwen3, "Qwen3VL"))
+    ),
 )
-TOWERS: tuple[HuggingFace, ...] = (clip.ADAPTER, siglip.ADAPTER, vit.ADAPTER, idefics3.ADAPTER, internvl.ADAPTER)
+TOWERS: tuple[Backbone, ...] = (
+    clip.ADAPTER, siglip.ADAPTER, vit.ADAPTER, idefics3.ADAPTER, internvl.ADAPTER, qwen.ADAPTER,
+)  # fmt: skip
 OWN_TOWERS = {  # models whose towers are something else, by the beginning of their classes' names
-    "Qwen2VL": "attends within the images of one packed sequence",
-    "Qwen2_5_VL": "attends within windows of one packed sequence",
-    "Qwen3VL": "attends within the images of one packed sequence and hands several of its layers on",
-    "Qwen3VLMoe": "attends within the images of one packed sequence and hands several of its layers on",
+    "Qwen3VLMoe": "attends within the images of one packed sequence, as Qwen3VL's, before a mixture of experts",
 }
 
 
-def _made(ending: str, cells: type, single: type) -> dict[Any, Any]:
-    """Return the class of each family whose name ends so, and the one that it takes on."""
+def _made(ending: str, number: int) -> dict[Any, Any]:
+    """Return the class of each family whose name ends so, and the one that it takes on: the one of its `bases`."""
     made = {}
     for family in FAMILIES:
-        kind = getattr(family.module, family.name + ending)
-        more = {} if family.cells or ending != "Model" else {"first": family.first}
-        made[kind] = derived(kind, cells if family.cells else single, home=__name__, **more)
+        kind, base = getattr(family.module, family.name + ending), family.bases[number]
+        more = {"first": family.first, "tower_name": family.tower} if base is ShorteningModel else {}
+        made[kind] = derived(kind, base, home=__name__, **more)
     return made
 
 
-MODELS = _made("Model", ReducedModel, ShorteningModel)
-GENERATORS = _made("ForConditionalGeneration", ReducedModel, ShorteningGenerator)
-PROJECTORS = {
-    kind: derived(kind, VisibleProjector, home=__name__)
-    for kind in (getattr(f.module, f"{f.name}MultiModalProjector") for f in FAMILIES if not f.cells)
+MODELS = _made("Model", 0)
+GENERATORS = _made("ForConditionalGeneration", 1)
+PROJECTORS = {  # and the parts of them that see single tokens
+    kind: derived(kind, VisiblePooling if family.name == "Gemma3" else VisibleProjector, home=__name__)
+    for family in FAMILIES
+    if not (family.cells or family.merges)
+    for kind in (
+        getattr(family.module, f"{family.name}MultiModalProjector", None)
+        or getattr(family.module, f"{family.name}SimpleMLP"),
+    )
 }
 BY_CLASS = {
     getattr(family.module, family.name + ending): family
@@ -138,9 +168,11 @@ class VisionLanguage(Backbone):
 
     def around(self, model: nn.Module) -> list[nn.Module]:
         inner = self.inner(model)
-        return [model, inner, inner.get_submodule(self.family(model).projector)]
+        projector = inner.get_submodule(self.family(model).projector)
+        kinds = {*PROJECTORS, *PROJECTORS.values()}
+        return [model, inner, projector, *(part for part in projector.modules() if kind_of(part) in kinds)]
 
-    def of_tower(self, model: nn.Module) -> HuggingFace:
+    def of_tower(self, model: nn.Module) -> Backbone:
         """Return the adapter of a model's tower."""
         tower = self.tower(model)
         return next(adapter for adapter in TOWERS if adapter.knows(tower))
@@ -158,6 +190,9 @@ class VisionLanguage(Backbone):
 
     def outputs(self, model: nn.Module) -> dict[str, str]:
         return {"grid": "", "tokens": self.family(model).cells}
+
+    def cell(self, model: Any, output: str) -> int:
+        return self.family(model).joins(model.config) if output == "tokens" else 1
 
     def last_read(self, model: Any) -> int:
         depth = self.layout(model).depth
@@ -199,19 +234,14 @@ class VisionLanguage(Backbone):
             )
         full = getattr(model.config, "vision_feature_select_strategy", None) == "full"
         visual = shape.patches + full * shape.prefix
-        if family.name == "Gemma3":
-            visual = model.config.mm_tokens_per_image
-        elif family.name == "InternVL":
-            visual = int(visual * model.config.downsample_ratio**2)
-        elif family.cells and family.name != "LlavaOnevision":
-            visual //= model.config.scale_factor**2
+        visual //= family.joins(model.config) ** 2
         own = linears(projector) + getattr(projector, "mm_input_projection_weight", torch.empty(0)).numel()
         own += sum(5 * part.weight.numel() for part in projector.modules() if isinstance(part, nn.LayerNorm))
         width = sum(attention.k_proj.out_features + attention.v_proj.out_features for _, attention in blocks)
         head = getattr(model, "lm_head", None)
         return WordCosts(
             visual=visual,
-            projector=visual * own,
+            projector=0 if family.merges else visual * own,  # a merger is in the tower, and counted there
             token=sum(linears(block) for block, _ in blocks),
             pair=sum(2 * attention.q_proj.out_features for _, attention in blocks),
             head=0 if head is None else head.weight.numel(),
@@ -226,7 +256,10 @@ class VisionLanguage(Backbone):
         """
         if not isinstance(images, Prompts):
             raise _needs_words(model)
-        if missing := {"input_ids", "pixel_values"} - set(images):
+        wanted = {"input_ids", "pixel_values"}
+        if self.family(model).merges:
+            wanted |= {"image_grid_thw", "mm_token_type_ids"}
+        if missing := wanted - set(images):
             raise UserError(
                 f"a batch without {min(missing)}; expected what the model's processor makes of images and text"
             )
@@ -234,7 +267,7 @@ class VisionLanguage(Backbone):
     def output(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         raise _needs_words(model)
 
-    def answer(self, model: Any, images: Any) -> Answer:
+    def answer(self, model: Any, images: Any, narrow: bool = False) -> Answer:
         """Return the logits of the next token behind every token of text that follows an image."""
         self.check_images(model, images)
         if self.plain(model) not in GENERATORS:

@@ -22,13 +22,15 @@ from tntprune.ops.tokens import Tokens, start
 class ReducedTimm(Intermediates, Reduced):
     """forward and forward_features as timm has them, with the reduction in between."""
 
-    def tokens(self: Any, images: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tokens:
-        """Turn images into what is left of their tokens, normalised."""
+    def tokens(
+        self: Any, images: torch.Tensor, attn_mask: Any = None, is_causal: bool = False, narrow: bool = False
+    ) -> Tokens:
+        """Turn images into what is left of their tokens, normalised; `narrow` as for `walk`."""
         if isinstance(images, torch.fx.Proxy):  # whose mask is one too, though nobody gave any
             attn_mask, is_causal = None, False
         if attn_mask is not None or is_causal:
             raise UserError("a reduced model takes no attn_mask or is_causal: a mask for all tokens fits no longer")
-        return self.final_tokens(images)  # type: ignore[no-any-return]
+        return self.final_tokens(images, narrow=narrow)  # type: ignore[no-any-return]
 
     def forward_features(self, x: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> torch.Tensor:
         """Turn images into the tokens that are left, (B, prefix + n, D), normalised."""
@@ -36,7 +38,7 @@ class ReducedTimm(Intermediates, Reduced):
 
     def forward(self: Any, x: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> torch.Tensor:
         """Turn images into logits, as the unpruned model; mean and map pooling weigh merged tokens by their size."""
-        return self.classify(self.tokens(x, attn_mask, is_causal))  # type: ignore[no-any-return]
+        return self.classify(self.tokens(x, attn_mask, is_causal, reads_prefix(self)))  # type: ignore[no-any-return]
 
     def classify(self: Any, tokens: Tokens) -> torch.Tensor:
         """Normalised tokens to logits."""
@@ -77,6 +79,16 @@ class Timm(Backbone):
         if not isinstance(getattr(model, "patch_drop", None), (nn.Identity, type(None))):
             return "patch_drop_rate above 0 (create the model without it: tokens would be dropped twice)"
         return None
+
+    def last_block_obstacle(self, model: Any) -> str | None:
+        if not reads_prefix(model):
+            own = (
+                "forward_head or pool was replaced"
+                if model.global_pool == "token"
+                else f"global_pool={model.global_pool!r}"
+            )
+            return f"its head reads the patch tokens ({own})"
+        return None if self.layout(model).opens else "its blocks cannot be opened"
 
     def classes(self, model: nn.Module) -> int:
         return 0 if projects(model) else super().classes(model)
@@ -122,9 +134,9 @@ class Timm(Backbone):
             head=head,
         )
 
-    def answer(self, model: Any, images: torch.Tensor) -> Answer:
+    def answer(self, model: Any, images: torch.Tensor, narrow: bool = False) -> Answer:
         if isinstance(model, ReducedTimm):
-            return self.judge(model, model.walk(images))
+            return self.judge(model, model.walk(images, narrow=narrow and reads_prefix(model)))
         tokens = start(model.forward_features(images), model.num_prefix_tokens)
         return self._answer(model, tokens, model.forward_head(tokens.x))
 
@@ -136,6 +148,13 @@ class Timm(Backbone):
         if not self.layout(model).distilled:
             return Answer(logits, logits, tokens)
         return Answer(logits, model.head(model.head_drop(tokens.x[:, 0])), tokens)
+
+
+def reads_prefix(model: Any) -> bool:
+    """Return whether the head reads nothing but prefix tokens: it is timm's own, and takes the CLS token."""
+    if "forward_head" in model.__dict__ or "pool" in model.__dict__:  # somebody's own
+        return False
+    return model.global_pool == "token" and model.cls_token is not None and getattr(model, "attn_pool", None) is None
 
 
 def _pools_prefix(model: Any) -> bool:

@@ -43,6 +43,7 @@ class OpenBeitAttention(OpenAttention, Attention):  # type: ignore[misc]
         self: Any,
         x: torch.Tensor,
         bias: torch.Tensor | None,
+        queries: int | None = None,
         shared_rel_pos_bias: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
         **context: Any,
@@ -50,7 +51,7 @@ class OpenBeitAttention(OpenAttention, Attention):  # type: ignore[misc]
         own = None
         if self.relative_position_bias_table is not None:
             own = self._get_rel_pos_bias() if rows is None else _bias(self, rows)
-        return heads_of(self, x, added(added(own, shared_rel_pos_bias), bias))
+        return heads_of(self, x, added(added(own, shared_rel_pos_bias), bias), queries)
 
 
 class ReducedBeit(ReducedTimm, Beit):  # type: ignore[misc]

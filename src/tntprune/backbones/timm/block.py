@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.models.eva import EvaBlockPostNorm
+from timm.models.vision_transformer import ResPostBlock
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tntprune.backbones.base import BlockCost
-from tntprune.backbones.blocks import Inside, OpenBlock
+from tntprune.backbones.blocks import Inside, OpenBlock, is_hooked
 from tntprune.ops.attention import Heads
 
 Turn = Callable[[torch.Tensor], torch.Tensor]
@@ -58,34 +61,44 @@ class PostNorm(OpenBlock):
 class OpenAttention:
     """An attention that a reduction can look at. Comes before a family's own class."""
 
-    def heads(self, x: torch.Tensor, bias: torch.Tensor | None, **context: Any) -> Heads:
-        """Return (B, n, D) and a bias to queries, keys and values, (B, heads, n, head_dim) each."""
-        return heads_of(self, x, bias)
+    def heads(self, x: torch.Tensor, bias: torch.Tensor | None, queries: int | None = None, **context: Any) -> Heads:
+        """Return (B, n, D) and a bias to queries, keys and values, (B, heads, n, head_dim) each; see `heads_of`."""
+        return heads_of(self, x, bias, queries)
 
     def forward(self: Any, x: torch.Tensor, *args: Any, inside: Inside | None = None, **context: Any) -> torch.Tensor:
         """Run the attention: as the plain class does, or shown to a reduction."""
         if inside is None:
             return super().forward(x, *args, **context)  # type: ignore[misc, no-any-return]
-        return _project(self, inside.attend(self.heads(x, inside.bias, **context)), x, inside)
+        queries = inside.queries if inside.apart else None
+        return _project(self, inside.attend(self.heads(x, inside.bias, queries, **context)), x, inside)
 
 
-def heads_of(attention: Any, x: torch.Tensor, bias: torch.Tensor | None, turn: Turn | None = None) -> Heads:
+def heads_of(
+    attention: Any, x: torch.Tensor, bias: torch.Tensor | None, queries: int | None = None, turn: Turn | None = None
+) -> Heads:
     """Return (B, n, D) to queries, keys and values, (B, heads, n, head_dim) each.
 
     Args:
         attention: The module.
         x: What goes into it.
         bias: For `Heads`.
+        queries: How many of the first tokens have a query; None for all.
         turn: What is done to queries and to keys by their place, if anything.
     """
     width = attention.proj.in_features // attention.num_heads
+    asking = x if queries is None else x[:, :queries]
     if attention.qkv is None:
-        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        query, key, value = (part(x).unflatten(2, (-1, width)).transpose(1, 2) for part in parts)
+        parts = attention.q_proj(asking), attention.k_proj(x), attention.v_proj(x)
+        query, key, value = (part.unflatten(2, (-1, width)).transpose(1, 2) for part in parts)
+    elif queries is not None and splits(attention):
+        query = _rows(attention, asking, 0, 1).unflatten(2, (-1, width)).transpose(1, 2)
+        keys = _rows(attention, x, 1, 3).reshape(x.shape[0], x.shape[1], 2, attention.num_heads, width)
+        key, value = keys.permute(2, 0, 3, 1, 4).unbind(0)
     else:
         qkv = _qkv(attention, x) if getattr(attention, "q_bias", None) is not None else attention.qkv(x)
         qkv = qkv.reshape(x.shape[0], x.shape[1], 3, attention.num_heads, width)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        query = query if queries is None else query[:, :, :queries]
     if hasattr(attention, "q_norm"):
         query, key = attention.q_norm(query), attention.k_norm(key)
     if turn is not None:
@@ -107,6 +120,29 @@ def _qkv(attention: Any, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, attention.qkv.weight, bias)
 
 
+def splits(attention: Any) -> bool:
+    """Return whether queries can be projected apart from keys and values: the fused layer is no more than its weights.
+
+    Else it is called as a module, for all tokens: with an adapter on it, quantized, parametrized, or with a hook.
+    """
+    layer = attention.qkv
+    return (
+        type(layer) is nn.Linear
+        and "forward" not in layer.__dict__  # accelerate's hook, which may have to fetch the weight
+        and not is_hooked(layer)
+        and not is_traceable_wrapper_subclass(layer.weight)  # of quantizers, which may not be cut into rows
+    )
+
+
+def _rows(attention: Any, x: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Project (B, n, D) by some of the three parts of the fused layer, (B, n, (last - first) * heads * head_dim)."""
+    weight, bias = attention.qkv.weight, attention.qkv.bias
+    if getattr(attention, "q_bias", None) is not None:
+        bias = torch.cat([attention.q_bias, attention.k_bias, attention.v_bias])
+    part = slice(first * weight.shape[0] // 3, last * weight.shape[0] // 3)
+    return F.linear(x, weight[part], None if bias is None else bias[part])
+
+
 def _project(attention: Any, out: torch.Tensor, x: torch.Tensor, inside: Inside) -> torch.Tensor:
     """Return what the heads give, (B, heads, n, head_dim), to (B, n, D); `x` is what went into the attention."""
     out = out.transpose(1, 2).flatten(2)  # (B, n, heads * head_dim)
@@ -124,13 +160,19 @@ def block_cost(block: Any, width: int) -> BlockCost:
     attention = block.attn
     inner = attention.proj.in_features
     keys = inner if attention.qkv is not None else attention.k_proj.out_features
-    norms = norm_cost(block.norm1, width)
-    for name, of in (("q_norm", inner), ("k_norm", keys), ("norm", inner)):
-        norms += norm_cost(getattr(attention, name, nn.Identity()), of)
+    first, key_norm = norm_cost(block.norm1, width), norm_cost(getattr(attention, "k_norm", nn.Identity()), keys)
+    norms = first + key_norm
+    for name in ("q_norm", "norm"):
+        norms += norm_cost(getattr(attention, name, nn.Identity()), inner)
     hidden = getattr(block.mlp, "norm", nn.Identity())
+    if attention.qkv is None:
+        looked_at = linears(attention.k_proj) + linears(attention.v_proj)
+    else:
+        looked_at = linears(attention.qkv) * 2 // 3 if splits(attention) else linears(attention.qkv)
     return BlockCost(
         attention=linears(attention) + norms,
         pair=2 * inner,
+        key=looked_at + key_norm + first * (not isinstance(block, ResPostBlock | EvaBlockPostNorm)),
         mlp=linears(block.mlp)
         + norm_cost(block.norm2, width)
         + norm_cost(hidden, getattr(hidden, "weight", torch.empty(0)).numel()),

@@ -45,13 +45,18 @@ class OpenEvaBlockPostNorm(PostNorm, EvaBlockPostNorm):  # type: ignore[misc]
 
 
 class _OpenRope(OpenAttention):
-    def heads(self: Any, x: torch.Tensor, bias: torch.Tensor | None, rope: Any = None, **context: Any) -> Heads:
+    def heads(
+        self: Any, x: torch.Tensor, bias: torch.Tensor | None, queries: int | None = None, rope: Any = None,
+        **context: Any,
+    ) -> Heads:  # fmt: skip
         def turn(x: torch.Tensor) -> torch.Tensor:
             first = self.num_prefix_tokens
+            if x.shape[2] == first:  # prefix tokens alone, which are not turned
+                return x
             turned = apply_rot_embed_cat(x[:, :, first:], rope, half=self.rotate_half)
             return torch.cat([x[:, :, :first], turned], 2).to(x.dtype)
 
-        return heads_of(self, x, bias, None if rope is None else turn)
+        return heads_of(self, x, bias, queries, None if rope is None else turn)
 
 
 class OpenEvaAttention(_OpenRope, EvaAttention):  # type: ignore[misc]

@@ -70,7 +70,8 @@ class TimmViT(Timm):
     def block_cost(self, block: Any, width: int) -> BlockCost:
         if isinstance(block, ParallelScalingBlock):
             norms = 2 * norm_cost(block.q_norm, width) + norm_cost(block.in_norm, width)
-            return BlockCost(attention=linears(block) + norms, pair=2 * width, mlp=0)
+            attention = linears(block) + norms
+            return BlockCost(attention, pair=2 * width, mlp=0, key=attention)
         return block_cost(block, width)
 
 

@@ -104,6 +104,10 @@ class TrainingNoise(ScoringMethod):
         """
         return self.planned(self.training_steps(patches)) if self.training and self.trains else super().plan(patches)
 
+    @property
+    def untouched(self) -> int:
+        return min(map(int, self.scorers)) - (self.config.inside or self.config.reads) if self.trains else 0
+
     def training_steps(self, patches: int) -> Sequence[Step]:
         """Draw the steps of a training pass. A step from which nothing goes is one with noise."""
         noisy = [Place(int(block), self.config.inside) for block in self.scorers]
@@ -191,7 +195,8 @@ class TrainingNoise(ScoringMethod):
             spread = patches.detach().float().std(1, correction=0, keepdim=True)
             patches = torch.lerp(patches, mean, noise[:, :, None].to(x.dtype))
             scale = scale * spread
-        noisy = patches + scale.to(x.dtype) * torch.randn_like(patches)
+        drawn = torch.randn(patches.shape, dtype=x.dtype, device=x.device)  # the same ones whatever the strides
+        noisy = patches + scale.to(x.dtype) * drawn
         return replace(tokens, x=torch.cat([prefix, noisy], 1))
 
     def capacity(self, tokens: Tokens) -> float | torch.Tensor:
@@ -262,13 +267,12 @@ class TrainingNoise(ScoringMethod):
         wanted = {
             "score": "learned",
             "inside": False,
-            **({"metric": "x", "proportional": False} if config.merges else {}),
+            **({"metric": "x"} if config.merges else {}),
+            **({"proportional": False} if config.merges and not layout.weighs else {}),
         }
         others = [f"{name}={value!r}" for name, value in wanted.items() if getattr(config, name) != value]
-        why = (
-            "its blocks cannot be opened to act inside them, to read attention, to compare keys or to let sizes count "
-            "in attention"
-        )
+        sizes = "" if layout.weighs else " or to let sizes count in attention"
+        why = f"its blocks cannot be opened to act inside them, to read attention, to compare keys{sizes}"
         return f"{why}; {', '.join(others)} would do" if others else None
 
 
