@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import conftest
+import hf_models
 import tntprune
 from conftest import make, photos_for
 from tntprune import ATS, TNT, AViT, Random, ToMe, TopK, reduce_, save
@@ -321,6 +322,16 @@ def test_an_embedder_names_its_output_by_what_it_is(to, tmp_path):
         import openvino
 
         assert openvino.Core().read_model(str(path)).outputs[0].get_names() == {"embedding"}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["clip_vision", "siglip_vision", "owlvit_vision"])
+def test_an_inner_value_may_have_the_name_of_the_output(kind, tmp_path):
+    pytest.importorskip("onnxscript")
+    model = reduce_(hf_models.make(kind), ToMe(at=2, r=4))  # its positions are an nn.Embedding
+    path, images = export(model, tmp_path / "m.onnx").path, hf_models.photos_for(kind)[:1]
+    run, _ = reopen(path)
+    torch.testing.assert_close(run(images)[0], hf_models.used(model(images)), atol=1e-5, rtol=1e-4)
 
 
 def test_the_names_of_the_classes_lie_beside_the_file(written, tmp_path):

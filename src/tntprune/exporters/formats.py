@@ -97,10 +97,17 @@ def _write_onnx(graph: Captured, file: Path, dtype: DType, calibration: torch.Te
         torch.ops.aten.sort.default: lambda x, dim=-1, descending=False: _sort(x, dim=dim, descending=descending),
         torch.ops.aten.sigmoid.default: _sigmoid,
     }
-    torch.onnx.export(
-        graph.program, f=str(file), dynamo=True, input_names=[INPUT], output_names=list(graph.outputs),
-        external_data=size > LARGE, verbose=False, custom_translation_table=own,
+    program = torch.onnx.export(
+        graph.program, dynamo=True, input_names=[INPUT], output_names=list(graph.outputs), verbose=False,
+        custom_translation_table=own,
     )  # fmt: skip
+    assert program is not None
+    whole = program.model.graph
+    inner = [*whole.initializers.values(), *(value for node in whole for value in node.outputs)]
+    for value in inner:
+        if value.name in graph.outputs and not value.is_graph_output():  # a table of positions is an "embedding" too
+            value.name = f"{value.name}_inside"
+    program.save(str(file), external_data=size > LARGE)
 
 
 def _sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
