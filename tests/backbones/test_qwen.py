@@ -406,6 +406,14 @@ def test_the_tower_alone_takes_images_too(kind):
     assert tntprune.embed(tower, images, progress=False).shape == (2, 32)
 
 
+def test_a_scorer_of_the_tower_alone_is_trained_on_images(kind):
+    tower = reduce_(make(kind).model.visual, TNT(at=2, keep=0.5))
+    before = {name: value.clone() for name, value in tower.state_dict().items()}
+    tntprune.calibrate_(tower, torch.randn(4, 3, 16, 24), epochs=2, batch_size=2, progress=False)
+    changed = {name for name, value in tower.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed and all(name.startswith("reduction.") for name in changed)
+
+
 def test_half_precision_and_eager_attention(kind):
     given = packed(ROWS)
     there = given["attention_mask"].bool()

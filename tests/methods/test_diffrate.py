@@ -198,6 +198,18 @@ def test_the_published_objective_takes_labels():
     assert reduction_of(model).config.must_train
 
 
+def test_beside_another_reduction_learned_numbers_stay_and_are_not_trained():
+    learned = DiffRate(at=(1, 2), budget=0.8, prune=(1, 1), merge=(1, 2))
+    model = reduce_(make("plain"), learned, Random(at=3, keep=0.5))
+    with pytest.raises(UserError, match="nothing to train"):
+        calibrate_(model, photos_for(model), **ONE)
+    method = reduction_of(model)
+    patches = method.layout.patches
+    assert method.plan(patches) == method.train().plan(patches) and method.parts[0].config == learned
+    images = photos_for(model)
+    assert torch.equal(model.forward_features(images), model.eval().forward_features(images))
+
+
 def test_images_of_another_size_cannot_be_trained_on():
     model = reduce_(make("dynamic"), DiffRate(budget=0.6))
     with pytest.raises(UsageError, match="images of 48 patches; numbers for 64 are learned here"):

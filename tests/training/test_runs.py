@@ -181,6 +181,13 @@ def test_how_often_it_is_saved_does_not_matter(tmp_path, straight, save_every):
 # Interrupted and continued
 
 
+def test_a_training_goes_on_with_the_last_block_that_it_was_started_with(tmp_path):
+    narrow = reduce_(make(), CONFIG, last_block="prefix")
+    train_run(narrow, tensors(), TRAINING, tmp_path, progress=False)
+    with pytest.raises(UsageError, match="was started with last_block=prefix, not None; expected the same options"):
+        run(tmp_path, resume=True)
+
+
 @pytest.mark.parametrize(
     ("step", "number"), [(1, signal.SIGINT), (3, signal.SIGTERM), (5, signal.SIGINT), (11, signal.SIGTERM)]
 )

@@ -110,12 +110,14 @@ class Backbone(ABC):
         opened: Each class of a block and of an attention, to the static subclass in which a reduction can act.
         holders: Classes of models that have such a one inside, to the dotted name under which it is there.
         prompts: Whether its models answer prompts with images, `Prompts`, and not images alone.
+        in_parts: Whether a reduced model's blocks can be run from any one to any other; else its walk is one piece.
     """
 
     swaps: ClassVar[dict[type[nn.Module], type[nn.Module]]]
     opened: ClassVar[dict[type[nn.Module], type[nn.Module]]]
     holders: ClassVar[dict[type[nn.Module], str]] = {}
     prompts: ClassVar[bool] = False
+    in_parts: ClassVar[bool] = True
 
     @property
     def names(self) -> list[str]:

@@ -86,11 +86,10 @@ class AgglomerativeClustering(TokenMerging):
 
     def macs(self, step: Step) -> int:
         """Count the distances, 2 n for each merger by their mean, and D for each token that is merged away."""
-        layout, metric, n = self.layout, self.config.metric, step.entering
-        width = {"mean": layout.attn_dim // layout.heads, "concat": layout.attn_dim, "x": layout.embed_dim}[metric]
+        n = step.entering
         gone = n - step.leaving
         updates = 2 * n * gone if self.config.linkage == "average" else 0
-        return n**2 * width + updates + gone * layout.embed_dim
+        return n**2 * self.width + updates + gone * self.layout.embed_dim
 
 
 def clusters(distance: torch.Tensor, mergers: int, linkage: Literal["complete", "average", "single"]) -> torch.Tensor:

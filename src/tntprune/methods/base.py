@@ -77,6 +77,7 @@ class Method(nn.Module):
     needs_cls: ClassVar[bool] = False
     needs_costs: ClassVar[bool] = False  # whether it wants `Layout.costs`
     trains = False  # whether it has parameters to learn
+    learns_alone: ClassVar[bool] = False  # whether it learns only where there is no other reduction
     proportional = False  # whether merged tokens count in attention by their size
     ce: float = 1.0  # weights of the losses in training: cross-entropy to the labels,
     kl: float = 0.0  # divergence from the unpruned model

@@ -77,6 +77,8 @@ class Combined(Method):
         super().__init__(config, layout)
         modules = [implementation(type(part))(part, layout) for part in config.parts]
         self.parts: list[Method] = nn.ModuleList(modules)  # type: ignore[assignment]
+        for part in modules:
+            part.trains = part.trains and not part.learns_alone
         learners = [number for number, part in enumerate(modules) if part.trains]
         if len(learners) > 1:
             names = " and ".join(config.parts[number].method for number in learners)

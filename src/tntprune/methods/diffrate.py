@@ -156,6 +156,7 @@ class CompressionRates(Method):
     looks = "heads"
     needs_cls = True
     needs_costs = True
+    learns_alone = True  # numbers that meet a budget without other reductions
     proportional = True
     config: DiffRate
 

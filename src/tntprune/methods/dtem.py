@@ -84,21 +84,13 @@ class DecoupledMerging(TokenMerging):
         super().__init__(config, layout)
         self.ce, self.kl = (1.0, 0.0) if config.objective == "ce" else (0.0, 1.0)
         generator = torch.Generator().manual_seed(0)
-        inputs = self.read_width()
         self.embeddings = nn.ModuleDict()
         for block in config.blocks(layout.depth):
-            layer = Affine(inputs, config.width, generator)
+            layer = Affine(self.width, config.width, generator)
             layer.weight.data *= SCALE
             if config.metric != "x":
                 self.start_as_mean(layer)
             self.embeddings[str(block)] = layer
-
-    def read_width(self) -> int:
-        """Return the width of what the linear layers read."""
-        layout = self.layout
-        return {"mean": layout.attn_dim // layout.heads, "concat": layout.attn_dim, "x": layout.embed_dim}[
-            self.config.metric
-        ]
 
     @torch.no_grad()
     def start_as_mean(self, layer: Affine) -> None:
@@ -157,7 +149,7 @@ class DecoupledMerging(TokenMerging):
         width, layout = self.config.width, self.layout
         norm = 5 * layout.embed_dim * (self.config.metric == "x")
         pairs = sum(self.comparisons(count, gone) for count, gone in passes(step))
-        own = step.entering * (self.read_width() * width + norm) + pairs * width
+        own = step.entering * (self.width * width + norm) + pairs * width
         averaged = 0 if self.average(step.place.block) == "none" else step.entering - step.leaving
         return own + averaged * layout.embed_dim
 

@@ -126,17 +126,16 @@ class MultiCriteriaFusion(TokenMerging):
 
     def macs(self, step: Step) -> int:
         """Count the comparisons, D for each token that is merged away, and the map where it is made again."""
-        layout, metric = self.layout, self.config.metric
-        width = {"mean": layout.attn_dim // layout.heads, "concat": layout.attn_dim, "x": layout.embed_dim}[metric]
+        layout = self.layout
         cost = 0 if self.holds_map(step) else (layout.prefix + step.entering) ** 2 * layout.attn_dim
         count = step.entering
         while count > step.leaving:
             gone = min(count - step.leaving, count // 2)
             second = (count + layout.prefix % 2) // 2
             first = count - second
-            cost += first * second * width
+            cost += first * second * self.width
             if len(row_blocks(first, second)) > 1:  # compared again on the way back
-                cost += (first - gone // 2) * second * width
+                cost += (first - gone // 2) * second * self.width
             count -= gone
         return cost + (step.entering - step.leaving) * layout.embed_dim
 

@@ -149,6 +149,13 @@ class TokenMerging(Method):
     def sees(self, step: Step) -> Literal["", "heads", "map"]:
         return "heads" if self.config.metric != "x" else ""
 
+    @property
+    def width(self) -> int:
+        """Width of what `metric` names."""
+        layout = self.layout
+        widths = {"mean": layout.attn_dim // layout.heads, "concat": layout.attn_dim, "x": layout.embed_dim}
+        return widths[self.config.metric]
+
     def compared(self, tokens: Tokens, heads: Heads | None) -> torch.Tensor:
         """Return what is compared of each patch token, (B, n, width)."""
         if self.config.metric == "x":
@@ -187,11 +194,9 @@ class TokenMerging(Method):
 
     def macs(self, step: Step) -> int:
         """Count the comparisons, as in ToMe's closed form, and D for each token that is averaged with others."""
-        layout, metric = self.layout, self.config.metric
-        width = {"mean": layout.attn_dim // layout.heads, "concat": layout.attn_dim, "x": layout.embed_dim}[metric]
         pairs = sum(self.comparisons(count, gone) for count, gone in passes(step))
         averaged = 0 if self.average(step.place.block) == "none" else step.entering - step.leaving
-        return pairs * width + averaged * layout.embed_dim
+        return pairs * self.width + averaged * self.layout.embed_dim
 
     @classmethod
     def obstacle(cls, layout: Layout, config: ToMe | None = None) -> str | None:  # type: ignore[override]

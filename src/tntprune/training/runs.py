@@ -246,7 +246,10 @@ def train_run(
     check_whole("save_every", save_every, 1)
     told = {"training": asdict(training), **(about or {})}
     if not backbone:
-        told["reduction"] = to_dict(reduction_of(model).config)
+        method = reduction_of(model)
+        told["reduction"] = to_dict(method.config)
+        if method.last_block != "all":
+            told["last_block"] = method.last_block
     told |= group.agree(lambda: _digests(model, source, training, backbone))
     options: dict[str, Any] = json.loads(json.dumps(told))
     first, before = group.agree(lambda: find_start(out, resume, options))

@@ -88,9 +88,9 @@ class Trainer:
         self.base: nn.Module | None = None
         if tunes and self.judges:  # it stays as it was; of a frozen model the first blocks are run once for both
             self.base = copy.deepcopy(base_of(model)).requires_grad_(False).eval()
-        elif self.judges and (training.drop_path or self.backbone.prompts):
+        elif self.judges and (training.drop_path or not self.backbone.in_parts):
             self.base = base_of(model)  # shares the blocks, from which nothing is dropped when it is asked
-        self.twice = not tunes and self.base is None and not self.backbone.prompts
+        self.twice = not tunes and self.base is None and self.backbone.in_parts
         layout = self.backbone.layout(model)  # as it is now: the pooling may be another one than when it was reduced
         self.narrow = (  # whether all that matters of the last block are its prefix tokens
             layout.cls and layout.pool == "token" and layout.opens and not self.method.penalises

@@ -47,6 +47,7 @@ class HuggingFaceQwen(Backbone):
 
     swaps: ClassVar = TOWERS
     opened: ClassVar = ATTENTIONS
+    in_parts = False
 
     @property
     def names(self) -> list[str]:

@@ -205,7 +205,7 @@ class QwenTower(ReducedModel, Reduced):
                 if moved:
                     trace.add(number, together)
                 trace.count(together)
-                if 0 < number + 1 <= len(self.blocks):
+                if number < len(self.blocks):
                     trace.count(together)  # those that enter the MLP are those that enter the block
             note(number, groups, row, course)
         if trace is not None:

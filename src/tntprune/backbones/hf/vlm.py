@@ -130,6 +130,7 @@ class VisionLanguage(Backbone):
     """The adapter. What concerns the tower alone is asked of the tower's own adapter."""
 
     prompts = True
+    in_parts = False
 
     swaps: ClassVar = {**MODELS, **GENERATORS}
     opened: ClassVar = {
