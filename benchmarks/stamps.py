@@ -44,6 +44,7 @@ CODE = {  # what figures depend on: files and folders of src/tntprune
     "latency": ("search/latency.py",),
     "explorer": ("app",),
     "paper": ("paper",),
+    "correcting": ("training/correction.py", "training/ridge.py"),
     "pretraining": ("training/pretraining.py",),
 }  # fmt: skip
 
@@ -74,6 +75,11 @@ METHOD = ("method.py", "method_lab.py", "method_page.py", "method_plans.py")
 REAL = ("reducing", "counting", "reading", "judging")
 PAGES = {
     "guides/explorer.md": Page(("explorer.py",), ("reducing", "timing", "explorer"), WEIGHTS),
+    "results/correction.md": Page(
+        ("correction.py", *METHOD, "results.py", "untrained.py"),
+        (*REAL, "training", "correcting", "shipping"),
+        f"{DATA} --out runs/correction",
+    ),
     "results/dense.md": Page(
         ("dense.py",), ("reducing", "reading", "filling", "shipping"), f"{WEIGHTS} {DATA}/imagenet-val-1300"
     ),

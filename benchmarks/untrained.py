@@ -23,7 +23,23 @@ from tqdm import tqdm
 
 from results import fitted
 from stamps import written
-from tntprune import ATC, MCTF, TNT, EViT, PiToMe, Random, ToFu, ToMe, TopK, ZeroTPrune, load_, macs, reduce_, restore_
+from tntprune import (
+    ATC,
+    MCTF,
+    TNT,
+    DiffRate,
+    EViT,
+    PiToMe,
+    Random,
+    ToFu,
+    ToMe,
+    TopK,
+    ZeroTPrune,
+    load_,
+    macs,
+    reduce_,
+    restore_,
+)
 from tntprune.backbones.models import load_model
 from tntprune.data.folders import labelled_photos
 from tntprune.data.loading import Photos, collate
@@ -84,6 +100,7 @@ METHODS: dict[str, tuple[Make, dict[str, Make]]] = {  # at block 3; schedules fo
     "ToMe, MLERP": (lambda k: ToMe(at=3, keep=k, inside=False, average="mlerp"), either(ToMe, average="mlerp")),
     "ToFu": (lambda k: ToFu(at=3, keep=k, inside=False), either(ToFu)),
     "PiToMe": (lambda k: PiToMe(at=3, keep=k, inside=False), either(PiToMe)),
+    "DiffRate, even": (lambda k: DiffRate(at=3, keep=k), share(DiffRate, RANKED, LATER)),
     "Zero-TPrune": (
         lambda k: ZeroTPrune(at=3, keep=k, similar=25, beyond=False), {"its own": lambda k: ZeroTPrune(keep=k)}
     ),
@@ -140,7 +157,7 @@ class Rows:
         self.model, self.out = model, out
         self.sets = {
             "val": batches_of(data / "imagenet-val-1300", model, photos),
-            "choice": batches_of(data / "calibration-1000", model, CHOICE),
+            "choice": batches_of(data / "calibration-1000" / "images", model, CHOICE),
         }
         with torch.inference_mode():
             self.truth = {name: [model(images) for images, _ in found] for name, found in self.sets.items()}
@@ -244,6 +261,7 @@ error of 1.7 points on these photos; the divergence tells methods apart better.
 
 * **TNT, by attention** is `TNT(score="attention")`. It ranks by the CLS token's attention and merges as trained TNT does.
 * **TNT, trained** has the scorers that come with the library, for blocks 1 to 5: 1,000 other photos, no labels.
+* **DiffRate, even** prunes and merges an equal share everywhere; the counts that it learns need photos.
 * Speed is at batch {BATCH}, against the unpruned model in the same run: the median of {ROUNDS} rounds.
 * An empty cell: no schedule of the method meets the budget.
 

@@ -63,8 +63,9 @@ def reduce_(
     before = reduction_of(model) if is_reduced(model) else None
     attach(model, config, *more, output=output, last_block=last_block)
     if before is not None and before.unsaved:
+        what = "scorers" if before.trains else "corrections"
         warnings.warn(
-            f"the scorers that {before.config.method} learned are lost, because its reduction was replaced; to keep "
+            f"the {what} that {before.config.method} learned are lost, because its reduction was replaced; to keep "
             "them, call tntprune.save first, and tntprune.load_(model, folder, keep=...) for other options",
             UserNote,
             stacklevel=2,

@@ -456,7 +456,7 @@ def things(digits, trained, tmp_path_factory):
         ("macs nonsense", 2, "unknown model 'nonsense'"),
         ("macs vit_smal_patch16_224", 2, "vit_small_patch16_224"),
         ("macs vit_base_patch16_224.no_such_tag", 2, "no_such_tag"),
-        ("macs digits_vit --method magic", 2, "unknown method 'magic'; expected one of ats, avit, dynamicvit"),
+        ("macs digits_vit --method magic", 2, "unknown method 'magic'; expected one of atc, ats, avit, diffrate"),
         ("magic", 2, "magic"),
         ("macs digits_vit --method topk --at x", 2, "--at x: expected INT..."),
         ("macs digits_vit --method topk --keep a", 2, "--keep a: expected FLOAT..."),

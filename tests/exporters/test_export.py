@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import conftest
+import hf_models
 import tntprune
 from conftest import make, photos_for
 from tntprune import ATS, TNT, AViT, Random, ToMe, TopK, reduce_, save
@@ -172,14 +173,17 @@ def test_half_precision_is_near(tmp_path):
 
 
 @pytest.mark.slow
-def test_int8_is_near_and_small_and_says_on_what_it_was_checked_and_how_fast_it_is(tmp_path, capfd, monkeypatch):
-    pytest.importorskip("nncf")
+@pytest.mark.parametrize(("to", "weights"), [("openvino", "small.bin"), wide("onnx", None)])
+def test_int8_is_near_and_small_and_says_on_what_it_was_checked_and_how_fast_it_is(
+    to, weights, tmp_path, capfd, monkeypatch
+):
+    pytest.importorskip({"onnx": "onnxscript", "openvino": "nncf"}[to])
     for number in range(9):
         Image.effect_noise((32, 32), 40 + number).save(tmp_path / f"{number}.png")
     monkeypatch.setattr("tntprune.backbones.models.load_model", lambda *given: small("plain", depth=2))
     model = reduce_(small("plain", depth=2), TNT(at=1, keep=0.5))
-    given = ["--to", "openvino", "--dtype", "int8", "--data", str(tmp_path), "--check", "--json"]
-    given += ["--reducer", str(save(model, tmp_path / "run").parent), "--out", str(tmp_path / "small.xml")]
+    given = ["--to", to, "--dtype", "int8", "--data", str(tmp_path), "--check", "--json"]
+    given += ["--reducer", str(save(model, tmp_path / "run").parent), "--out", str(tmp_path / f"small.{SUFFIX[to]}")]
     assert main(["export", "digits_vit", *given]) == 0
     about = json.loads(capfd.readouterr().out)
     told = about["check"]
@@ -187,7 +191,7 @@ def test_int8_is_near_and_small_and_says_on_what_it_was_checked_and_how_fast_it_
     assert told["held_out"] is True and told["problem"] is None
     assert told["pace"]["ms"] > 0 and told["pace"]["fp32_ms"] > 0
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
-    assert (tmp_path / "small.bin").stat().st_size < 0.5 * whole
+    assert weights is None or (tmp_path / weights).stat().st_size < 0.5 * whole
 
 
 def refused(kind, message, **options):
@@ -200,7 +204,7 @@ def test_what_makes_no_sense_is_refused_by_name(tmp_path):
     refused(UsageError, "unknown format 'trt'; expected onnx, openvino, pt2", to="trt")
     refused(UsageError, r"never\.onnx: expected a file that ends in \.pt2", to="pt2")
     refused(UsageError, "onnx with bf16: .* expected fp16, or openvino", dtype="bf16")
-    refused(UsageError, "pt2 with int8: .* expected openvino", to="pt2", path="a.pt2", dtype="int8")
+    refused(UsageError, "pt2 with int8: .* expected onnx or openvino", to="pt2", path="a.pt2", dtype="int8")
     refused(UsageError, "onnx with fp8: unknown dtype; expected fp32, fp16", dtype="fp8")
     refused(UsageError, "both given", dynamic_batch=True, batch_size=4)
     refused(UsageError, "batch_size", batch_size=0)
@@ -318,6 +322,16 @@ def test_an_embedder_names_its_output_by_what_it_is(to, tmp_path):
         import openvino
 
         assert openvino.Core().read_model(str(path)).outputs[0].get_names() == {"embedding"}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["clip_vision", "siglip_vision", "owlvit_vision"])
+def test_an_inner_value_may_have_the_name_of_the_output(kind, tmp_path):
+    pytest.importorskip("onnxscript")
+    model = reduce_(hf_models.make(kind), ToMe(at=2, r=4))  # its positions are an nn.Embedding
+    path, images = export(model, tmp_path / "m.onnx").path, hf_models.photos_for(kind)[:1]
+    run, _ = reopen(path)
+    torch.testing.assert_close(run(images)[0], hf_models.used(model(images)), atol=1e-5, rtol=1e-4)
 
 
 def test_the_names_of_the_classes_lie_beside_the_file(written, tmp_path):

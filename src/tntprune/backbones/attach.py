@@ -10,6 +10,7 @@ from torch import nn
 
 from tntprune.backbones.base import Backbone, find_backbone, refuse_wrapper, tower_of
 from tntprune.backbones.reduced import Reduced
+from tntprune.backbones.replacing import holders_of, take_back
 from tntprune.backbones.swapping import (
     forget_replaced,
     obstacle_in,
@@ -68,6 +69,8 @@ def attach(
     kind = implementation(type(config))
     if any(implementation(type(part)).needs_costs for part in given):
         layout = layout._replace(costs=tuple((b.attention, b.pair, b.mlp) for b in backbone.costs(model).blocks))
+    if isinstance(tower, Reduced):
+        take_back(tower)  # a correction was for the reduction that goes
     with torch.inference_mode(False):  # or its parameters could never be trained
         method = kind(config, layout).train(tower.training)
         method.output, method.cell = output, cell
@@ -162,19 +165,22 @@ def detach(model: Model) -> Model:
         refuse_sharded(model, "restored")
         if reason := replaced_in(model, backbone):
             raise UserError(f"this {type(model).__name__} cannot be restored: {reason}")
+        take_back(tower)
         swap_back(model, backbone)
         del tower.reduction
     return model
 
 
 def base_of(model: Model) -> Model:
-    """Return the unpruned model as a second object that shares every weight with the first."""
+    """Return the unpruned model as a second object that shares every weight with the first but those corrected."""
     return detach(twin_of(model))
 
 
 def twin_of(model: Model) -> Model:
     """Return the same model as a second object that shares every weight with the first, to put another reduction on."""
     own = set(parts_of(model, find_backbone(model)))  # the modules whose classes a reduction swaps
+    corrected = holders_of(tower_of(model))
+    own |= corrected
 
     def doubled(module: Any) -> Any:
         """Copy the module if it is one of those, or holds one of them."""
@@ -186,6 +192,8 @@ def twin_of(model: Model) -> Model:
         for name in HOOKS:  # what is hung on the one, by transformers for a start, is not hung on the other
             setattr(twin, name, copy.copy(getattr(module, name)))
         twin.__dict__.pop("traces", None)  # nobody records it
+        if module in corrected:  # the twin may take back its own
+            twin._parameters = {**module._parameters}
         forget_replaced(twin)
         return twin
 

@@ -194,6 +194,13 @@ class Backbone(ABC):
     def layout(self, model: nn.Module) -> Layout:
         """Return the shape of the model."""
 
+    def projection(self, block: nn.Module) -> tuple[nn.Linear, torch.Tensor | None] | None:
+        """Return the last linear layer of a block's attention, and the LayerScale (D,) behind it or None.
+
+        None where its output is not added to the tokens as it is, or the adapter does not tell.
+        """
+        return None
+
     @abstractmethod
     def costs(self, model: nn.Module) -> Costs:
         """Return what its parts cost."""

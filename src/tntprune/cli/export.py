@@ -24,7 +24,7 @@ def export(
     img_size: ImgSize = None,
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16", "int8"],
-        flag("precision; int8 needs openvino and --data, bf16 is not for onnx"),
+        flag("precision; int8 needs onnx or openvino and --data, bf16 is not for onnx"),
     ] = "fp32",
     batch_size: Annotated[int, flag("images at a time"), Whole(1, MAX_BATCH)] = 1,
     dynamic_batch: Annotated[bool, flag("accept any batch size")] = False,

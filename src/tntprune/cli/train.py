@@ -94,6 +94,10 @@ def train(
     run: Annotated[RunFlags, GROUP] = RunFlags(),
     host: Annotated[Host, GROUP] = Host(),
     classifier: Classifier = True,
+    correct: Annotated[
+        bool,
+        flag("then correct the model in closed form; with --reducer RUN or a method without training: nothing else"),
+    ] = False,
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
@@ -119,8 +123,10 @@ def train(
 
     reducer, options = reduction.reducer, {**vars(training), "seed": seed}
     tunes = options["unfreeze"] is not None
-    _check(tunes, reduction, preset)
-    if tunes:
+    only = correct and not tunes and reducer is not None
+    if not only:
+        _check(tunes, reduction, preset)
+    if tunes or only:
         recipe = changed(Recipe(Random(), Training()), options)  # what is wrong is told before a model is loaded
     else:
         config = reduction.config("tnt")
@@ -131,7 +137,7 @@ def train(
         check_output(place / name, [host.weights, *files_of(reducer)])
     group = join(host.device)
     built = host.load(model, group.device(host.device), classifier)
-    if tunes:
+    if tunes or only:
         built = reduction.apply(built)
         recipe = replace(recipe, config=reduction_of(built).config)
     else:
@@ -143,7 +149,7 @@ def train(
         about["classifier"] = False
     if reducer is not None:
         about["reducer"] = str(Path(reducer).resolve()) if Path(reducer).exists() else reducer
-    return run.train(built, recipe, about, json, data=data, out=out, group=group)
+    return run.train(built, recipe, about, json, data=data, out=out, correct="only" if only else correct, group=group)
 
 
 def _check(tunes: bool, reduction: Reduction, preset: str) -> None:
@@ -151,7 +157,7 @@ def _check(tunes: bool, reduction: Reduction, preset: str) -> None:
     reducer = reduction.reducer
     if not tunes and (reducer is not None or reduction.then):
         what = "--then" if reducer is None else f"--reducer {reducer}"
-        raise UsageError(f"{what} without --unfreeze; expected --unfreeze norms, for example, or neither")
+        raise UsageError(f"{what} without --unfreeze; expected --unfreeze norms, for example, --correct, or neither")
     if tunes and reduction.method is None and reducer is None:
         raise UsageError("--unfreeze, and nothing that removes tokens; expected --reducer RUN or --method tome too")
     if tunes and preset != "none":

@@ -118,7 +118,7 @@ def export(
         except Exception as error:  # the exporters raise a dozen kinds, and not all name a full disk
             if told := _lacking(path, graph, dtype):
                 raise UserError(f"{path}: cannot be written ({told})") from None
-            raise UserError(f"{path}: {to} cannot hold this model ({first_line(error)})") from None
+            raise UserError(f"{path}: {to} cannot hold this model ({first_line(_cause(error))})") from None
         write(folder / described(path).name, (json.dumps(about, indent=2, default=str) + "\n").encode())
         return Exported(path, _settle(folder, path), about)
     finally:
@@ -146,6 +146,11 @@ def check_utf8(path: Path) -> None:
     except UnicodeDecodeError:
         shown = os.fsencode(path).decode("utf-8", "backslashreplace")
         raise UserError(f"{shown}: not UTF-8, and the runtimes cannot open such names; expected another name") from None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what an error came of in the first place."""
+    return error if error.__cause__ is None else _cause(error.__cause__)
 
 
 def _lacking(path: Path, graph: Captured, dtype: DType) -> str | None:

@@ -11,11 +11,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from tntprune.errors import UsageError, UserError
+from tntprune.exporters.quantise import quantise
 from tntprune.system.messages import first_line
 
 DType = Literal["fp32", "fp16", "bf16", "int8"]
@@ -79,16 +81,33 @@ def find_format(name: str) -> Format:
 
 
 def _write_onnx(graph: Captured, file: Path, dtype: DType, calibration: torch.Tensor | None) -> None:
+    size = sum(value.nbytes for value in graph.program.state_dict.values())
+    if calibration is not None:
+        if size > LARGE:
+            raise UserError(
+                f"{size / 1e9:.1f} GB of weights, int8 takes {LARGE / 1e9:.1f}; expected openvino with int8"
+            )
+        with TemporaryDirectory(dir=file.parent) as folder:
+            whole = Path(folder, file.name)
+            _write_onnx(graph, whole, "fp32", None)
+            quantise(whole, file, calibration.split(graph.batch or 1))
+        return
     own: dict[Any, Any] = {
         torch.ops.aten.sort.stable: _sort,
         torch.ops.aten.sort.default: lambda x, dim=-1, descending=False: _sort(x, dim=dim, descending=descending),
         torch.ops.aten.sigmoid.default: _sigmoid,
     }
-    torch.onnx.export(
-        graph.program, f=str(file), dynamo=True, input_names=[INPUT], output_names=list(graph.outputs),
-        external_data=sum(value.nbytes for value in graph.program.state_dict.values()) > LARGE, verbose=False,
+    program = torch.onnx.export(
+        graph.program, dynamo=True, input_names=[INPUT], output_names=list(graph.outputs), verbose=False,
         custom_translation_table=own,
     )  # fmt: skip
+    assert program is not None
+    whole = program.model.graph
+    inner = [*whole.initializers.values(), *(value for node in whole for value in node.outputs)]
+    for value in inner:
+        if value.name in graph.outputs and not value.is_graph_output():  # a table of positions is an "embedding" too
+            value.name = f"{value.name}_inside"
+    program.save(str(file), external_data=size > LARGE)
 
 
 def _sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
@@ -116,6 +135,8 @@ def _open_onnx(file: Path, dtype: DType, threads: int) -> Runner:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
+    if dtype == "int8":  # where there is no VNNI, sums of products overflow: multiply unsigned there, which is slower
+        options.add_session_config_entry("session.x64quantprecision", "1")
     session: Any = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     return lambda images: [torch.from_numpy(out) for out in session.run(None, {INPUT: images.numpy()})]
 
@@ -186,10 +207,10 @@ CASTS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "bf16"}  # int8: what is not int8 there
 FORMATS = {
     "onnx": Format(
-        "onnx", _write_onnx, _open_onnx, ".onnx", {name: CASTS[name] for name in ("fp32", "fp16")},
+        "onnx", _write_onnx, _open_onnx, ".onnx",
+        {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.float32},
         ("onnx", "onnxscript", "onnxruntime"), {
             "bf16": "onnxruntime has no bf16 matrix product on the CPU; expected fp16, or openvino with bf16",
-            "int8": "onnxruntime is not what we quantise for; expected openvino with int8",
         }, {},
     ),
     "openvino": Format(
@@ -198,7 +219,7 @@ FORMATS = {
     ),
     "pt2": Format(
         "pt2", _write_pt2, _open_pt2, ".pt2", CASTS, (),
-        {"int8": "torch.export packages hold floating-point weights; expected openvino with int8"}, {},
+        {"int8": "torch.export packages hold floating-point weights; expected onnx or openvino"}, {},
     ),
 }  # fmt: skip
 

@@ -87,6 +87,7 @@ class Method(nn.Module):
     calibrated: bool = True  # whether its parameters were trained or loaded
     unsaved: bool = False  # whether they were trained and not saved since
     warned: bool = False  # whether `warn_uncalibrated` has been called in a forward pass
+    corrected: int = 0  # photos that a correction of the model's weights was made from; 0: there is none
     cell: int = 1  # patches along a side of what is kept or dropped as a whole: one token, to the method
     last_block: str = "all"  # what the model's forward computes there: "all" tokens, or the "prefix" tokens alone
     output: str = ""  # what the tower of a larger model gives to what follows; see `Backbone.outputs`
@@ -98,6 +99,9 @@ class Method(nn.Module):
         self.calibrated = not config.must_train
         self._steps = self.scheduled(layout.patches)
         self._plan: Plan | None = None  # of the model's own size; `settle` makes it
+        self.replaced: dict[
+            str, nn.Parameter
+        ] = {}  # the model's own weights, by name, that a correction took the place of
 
     def set_calibrated(self, value: bool = True) -> None:
         """Record whether the parameters were trained or loaded."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,13 +13,14 @@ from torch import nn
 
 import tntprune
 from tntprune.backbones.attach import attach, base_of, layout_for, reduction_of
-from tntprune.backbones.base import find_backbone
+from tntprune.backbones.base import find_backbone, tower_of
 from tntprune.backbones.classnames import packed_names
-from tntprune.errors import UsageError, UserError
+from tntprune.backbones.replacing import replace_weights, replaced_weights
+from tntprune.errors import UsageError, UserError, UserNote
 from tntprune.methods import Combination, Config, from_dict, implementation, options, to_dict
 from tntprune.methods.base import Method
 from tntprune.methods.learned import inherit, missing_in, with_dimension
-from tntprune.serialization.fingerprint import identity, warn_of_others
+from tntprune.serialization.fingerprint import difference, identity, warn_of_others
 from tntprune.serialization.hub import download, is_id
 from tntprune.serialization.plan import Plan, SavedReduction, is_plan, parsed, read_plan
 from tntprune.serialization.pretrained import PRETRAINED, find_pretrained
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 FILE = "reducer.safetensors"
 WEIGHTS = "model.safetensors"  # beside it, where the model itself was trained too
+CORRECTION = "correction/"  # before the names of the tower's weights that a correction replaced
 EMPTY = "nothing"  # a safetensors file needs a tensor even where a method has none
 
 
@@ -56,7 +60,9 @@ def save(
     """
     method, folder = reduction_of(model), Path(folder)
     _check_whole(method)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in method.state_dict().items()}
+    corrected = {CORRECTION + name: value for name, value in replaced_weights(tower_of(model)).items()}
+    both = {**method.state_dict(), **corrected}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in both.items()}
     check_finite(folder / FILE, tensors)  # load_ would refuse them
     make_folder(folder)
     about = {
@@ -64,9 +70,11 @@ def save(
         "made_by": made_by,
         "config": json.dumps(to_dict(method.config)),
         "weights": WEIGHTS if weights else "",
-        "model": json.dumps(identity(model)),
+        "model": json.dumps(identity(base_of(model))),
         "backbone": json.dumps({"embed_dim": method.layout.embed_dim, "depth": method.layout.depth}),
     }
+    if method.corrected:
+        about["corrected"] = str(method.corrected)
     if method.output:
         about["output"] = method.output
     if method.last_block != "all":
@@ -206,6 +214,7 @@ def load_(
     if surplus or any(value.shape != saved.learned[name].shape for name, value in wanted.items()):
         odd = surplus or ["shapes"]
         raise UserError(f"{path}: does not fit its own configuration ({odd[0]}); expected what tntprune.save writes")
+    correction = _correction(saved, model, config, bool(more))
     tuned = None if saved.weights is None else _tuned(saved, saved.weights, source, model)
     if tuned is None:
         warn_of_others(path, base_of(model), saved.model)
@@ -215,7 +224,45 @@ def load_(
     own.set_calibrated(saved.calibrated)
     if tuned is not None:
         model.load_state_dict(tuned, strict=False)
+    if correction:
+        replace_weights(tower_of(model), correction)
+        own.corrected = saved.corrected
     return model
+
+
+def _correction(saved: SavedReduction, model: nn.Module, config: Config, more: bool) -> dict[str, torch.Tensor]:
+    """Return the weights of the tower that a saved correction replaces; none where it was made for other options.
+
+    Raises:
+        UserError: it does not fit the model.
+
+    Warns:
+        UserNote: it is left out.
+    """
+    if not saved.correction:
+        return {}
+    if more or config != saved.config:
+        warnings.warn(
+            f"{saved.path}: its correction was made for {saved.config}, and is left out; to correct the model for "
+            'other options, call tntprune.calibrate_(model, photos, correct="only")',
+            UserNote,
+            stacklevel=3,
+        )
+        return {}
+    base = base_of(model)
+    own = {name: value.detach() for name, value in tower_of(base).named_parameters() if name in saved.correction}
+    if len(own) < len(saved.correction):
+        odd = min(set(saved.correction) - set(own))
+        raise UserError(
+            f"{saved.path}: corrects {odd}, which the model does not have; expected the model it was made for"
+        )
+    check_fits(saved.path, saved.correction, own)
+    norms = saved.model.get("norms")
+    if saved.weights is None and (told := difference(base, norms if isinstance(norms, dict) else {})):
+        raise UserError(
+            f"{saved.path}: corrects the weights of another model ({told}); expected the weights that it was made with"
+        )
+    return saved.correction
 
 
 def _tuned(saved: SavedReduction, file: Path, source: str | Path | Plan, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -253,12 +300,20 @@ def read(source: str | Path, model: nn.Module | None = None, revision: str | Non
     config, backbone = (parsed(about.get(name, "")) for name in ("config", "backbone"))
     if config is None or backbone is None:
         raise UserError(f"{path}: not a saved reduction; expected what tntprune.save or tntprune train writes")
-    tensors = {name: with_dimension(value) for name, value in read_weights(path).items() if name != EMPTY}
+    tensors = {name: value for name, value in read_weights(path).items() if name != EMPTY}
+    corrected = {name: value for name, value in tensors.items() if name.startswith(CORRECTION)}
+    learned = {name: with_dimension(value) for name, value in tensors.items() if name not in corrected}
+    photos = about.get("corrected", "0")
+    if not re.fullmatch("[0-9]{1,9}", photos) or bool(corrected) != bool(int(photos)):
+        raise UserError(
+            f"{path}: broken (its correction is of {photos[:20]!r} photos); expected what tntprune.save writes"
+        )
     return SavedReduction(
-        from_dict(config, backbone.get("depth")), tensors, backbone, parsed(about.get("model", "")) or {},
+        from_dict(config, backbone.get("depth")), learned, backbone, parsed(about.get("model", "")) or {},
         path.parent / WEIGHTS if about.get("weights") else None, about.get("made_by", ""),
         output=about.get("output", ""), last_block=about.get("last_block", "all"),
         calibrated=about.get("calibrated") != "no", path=path,
+        correction={name.removeprefix(CORRECTION): value for name, value in corrected.items()}, corrected=int(photos),
     )  # fmt: skip
 
 

@@ -40,6 +40,8 @@ class SavedReduction:
     output: str = field(default="", kw_only=True)  # of a tower to what follows; see `Backbone.outputs`
     last_block: str = field(default="all", kw_only=True)  # what the last block computes; see `tntprune.reduce_`
     calibrated: bool = field(default=True, kw_only=True)
+    correction: dict[str, torch.Tensor] = field(default_factory=dict, kw_only=True)  # weights of the tower, by name
+    corrected: int = field(default=0, kw_only=True)  # photos that the correction was made from
     path: Path = field(default=Path("the plan"), kw_only=True)  # of the file that it was read from
 
     def __post_init__(self) -> None:

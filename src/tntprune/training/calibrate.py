@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from tntprune.backbones.attach import device_of, reduction_of
-from tntprune.backbones.base import find_backbone
+from tntprune.backbones.base import find_backbone, tower_of
+from tntprune.backbones.replacing import undo
 from tntprune.data.batches import LoaderSource, PhotoSource, Source, TensorSource
 from tntprune.data.datasets import open_photos
 from tntprune.data.loading import Photos, default_workers
@@ -24,6 +25,7 @@ from tntprune.errors import UsageError, UserError
 from tntprune.methods.checks import check_whole
 from tntprune.system.distributed import ALONE, ProcessGroup
 from tntprune.training.config import Training
+from tntprune.training.correction import check_correctable, correct_, images_of
 from tntprune.training.learning import learning, weights_of
 from tntprune.training.recipes import Recipe
 from tntprune.training.trainer import Diverged, Trainer
@@ -65,6 +67,13 @@ def fit(
         raise UserError(
             "the model was made under torch.inference_mode(), so it cannot be trained; expected one made outside of it"
         )
+    if method.corrected:
+        if training.backbone_lr:
+            raise UserError(
+                "the model was corrected for its reduction, which goes with its own weights as they are; expected the "
+                "reduction without a correction to fine-tune the model under (tntprune.reduce_ again)"
+            )
+        undo(tower_of(model))
     was, before = (
         (method.calibrated, method.unsaved),
         {name: value.clone() for name, value in method.state_dict().items()},
@@ -131,11 +140,14 @@ def calibrate_(
     *,
     progress: bool = True,
     workers: int | None = None,
+    correct: bool | Literal["only"] = False,
     **training: Any,
 ) -> Model:
     """Train what a reduction learns, in place; the model itself is not changed unless `backbone_lr` is above 0.
 
-    With `unfreeze` the model is fine-tuned under the reduction that it has, and the reduction learns nothing.
+    With `correct` the model is then corrected in closed form for what it lacks under its reduction; `restore_` takes
+    that back bit for bit. With `unfreeze` the model is fine-tuned under the reduction that it has, and the reduction
+    learns nothing.
 
     Args:
         model: A reduced model.
@@ -146,6 +158,8 @@ def calibrate_(
         labels: (n,), with a tensor of images. Only training against labels needs them.
         progress: Show a bar.
         workers: Processes that read photos from a folder.
+        correct: Correct the model, see `training.correction`; "only" trains nothing, for a reduction that is trained
+            already. A method without anything to train is only corrected.
         **training: Options of `Training`: epochs, batch_size, lr, backbone_lr, unfreeze, weight_decay, label_smoothing,
             warmup, seed, amp, and more.
 
@@ -153,9 +167,11 @@ def calibrate_(
         The same model.
 
     Raises:
-        UserError: the data cannot be used, or the method has nothing to learn.
+        UserError: the data cannot be used, the method has nothing to learn, or the model cannot be corrected.
         UsageError: an option is out of range.
     """
+    if correct not in (True, False, "only"):
+        raise UsageError(f"correct={correct!r}; expected True, False or 'only'")
     unknown = set(training) - set(Training.__dataclass_fields__)
     if unknown:
         raise UsageError(f"no training option {min(unknown)!r}; there are {', '.join(Training.__dataclass_fields__)}")
@@ -176,5 +192,14 @@ def calibrate_(
         source = photo_source(model, data, Recipe(reduction_of(model).config, options), labelled, workers)
     else:
         source = LoaderSource(data, backbone.prompts)
-    fit(model, source, options, progress=progress, keep=True)
+    if correct:
+        check_correctable(model, options)
+    if correct and (correct == "only" or not reduction_of(model).trains):
+        if training:
+            told = f"{min(training)}={training[min(training)]!r}"
+            raise UsageError(f"{told}: nothing is trained here; expected no options of a training beside correct")
+    else:
+        fit(model, source, options, progress=progress, keep=True)
+    if correct:
+        correct_(model, images_of(model, data, progress, workers), progress)
     return model

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from tqdm import tqdm
@@ -19,16 +19,17 @@ from tntprune.data.batches import Source
 from tntprune.data.datasets import open_photos
 from tntprune.data.loading import default_workers
 from tntprune.data.photo import Packed, packed
-from tntprune.errors import INTERRUPTED, UserError
+from tntprune.errors import INTERRUPTED, UsageError, UserError
 from tntprune.methods import to_dict
 from tntprune.methods.checks import check_whole
-from tntprune.serialization.checkpoint import FILE, WEIGHTS, save, save_weights
+from tntprune.serialization.checkpoint import FILE, WEIGHTS, load_, read, save, save_weights
 from tntprune.serialization.fingerprint import digest_of
 from tntprune.system.distributed import ALONE, ProcessGroup
 from tntprune.system.interrupts import interrupts
 from tntprune.system.storage import LOCK, alone, make_folder
 from tntprune.training.calibrate import fit, photo_source
 from tntprune.training.config import Training
+from tntprune.training.correction import check_correctable, correct_, images_of
 from tntprune.training.learning import weights_of
 from tntprune.training.recipes import Recipe
 from tntprune.training.run_folder import (
@@ -76,6 +77,8 @@ class Trained(NamedTuple):
     best: dict[str, float] | None
 
     def __str__(self) -> str:
+        if not self.steps:
+            return f"corrected with {self.photos} photos in {self.seconds:.0f} s: {self.path}"
         passes, steps = f"{self.epochs} epoch{'s'[: self.epochs > 1]}", f"{self.steps} step{'s'[: self.steps > 1]}"
         told = f"trained {passes} of {self.photos} photos, {steps} of {self.batch_size}, in {self.seconds:.0f} s: "
         if self.best is None:
@@ -97,6 +100,7 @@ def train_folder(
     samples: int | None = None,
     workers: int | None = None,
     about: dict[str, Any] | None = None,
+    correct: bool | Literal["only"] = False,
     group: ProcessGroup = ALONE,
     **options: Any,
 ) -> Trained:
@@ -115,6 +119,7 @@ def train_folder(
         samples: How many photos a stream to train on has.
         workers: Processes that read photos.
         about: What else has to be the same in a resumed training, such as the model's name.
+        correct: Correct the model for its reduction when all is trained, see `correction`; "only" trains nothing.
         group: The processes that train together.
         **options: Of `train_run`: resume, save_every, backbone, tensorboard, progress.
 
@@ -125,6 +130,13 @@ def train_folder(
     workers = default_workers() if workers is None else workers
     check_whole("workers", workers, 0)
     training = recipe.training.on(device_of(model))
+    if correct:
+        if group.size > 1:
+            raise UsageError(f"correct with {group.size} processes; expected one, which takes seconds to a minute")
+        check_correctable(model, training)
+    where: dict[str, Any] = {"split": split, "root": root, "samples": samples}
+    if correct and (correct == "only" or not reduction_of(model).trains):
+        return _only_correct(model, data, out, workers, where, about, options)
     with group.main_first():  # what has to be fetched is fetched once
         labelled = weights_of(model, training)[0] > 0
         source = photo_source(model, data, recipe, labelled, workers, split=split, root=root, samples=samples)
@@ -146,6 +158,11 @@ def train_folder(
         model, source, training, out, about={**(about or {}), **told}, group=group,
         validate=None if photos is None else Validation(model, photos, workers=workers, group=group), **options,
     )  # fmt: skip
+    if correct and not read(path).corrected:
+        made_by = read(path).made_by
+        load_(model, out)  # the training may have ended in an earlier call
+        correct_(model, images_of(model, data, options.get("progress", True), workers, **where))
+        save(model, out, made_by)
     lines = read_log(out)
     validated = [line for line in lines if "top1" in line]
     best = max(validated, key=lambda line: line["top1"], default=None)  # the first of equals
@@ -155,6 +172,24 @@ def train_folder(
         int(last["epoch"]), int(last["step"]), float(last["seconds"]),
         best and {name: value for name, value in best.items() if name not in ("step", "seconds")},
     )  # fmt: skip
+
+
+def _only_correct(
+    model: nn.Module,
+    data: str | Path,
+    out: Path,
+    workers: int,
+    where: dict[str, Any],
+    about: Any,
+    options: dict[str, Any],
+) -> Trained:
+    """Correct a model whose reduction has nothing to train, and save that."""
+    if (out / FILE).exists():
+        raise UsageError(f"{out}: holds a reduction already; expected another --out")
+    begin, progress = time.perf_counter(), options.get("progress", True)
+    photos = correct_(model, images_of(model, data, progress, workers, **where), progress)
+    path = save(model, out, json.dumps({"data": _place(data), **(about or {})}))
+    return Trained(path, photos, 1, 0, 0, time.perf_counter() - begin, None)
 
 
 def _place(data: str | Path) -> str:

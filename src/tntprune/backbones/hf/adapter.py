@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from tntprune.backbones.base import Answer, Backbone, BlockCost, Costs
-from tntprune.backbones.hf.anatomy import Anatomy
+from tntprune.backbones.hf.anatomy import Anatomy, as_it_is
 from tntprune.backbones.hf.towers import ReducedTower
 from tntprune.errors import UserError
 from tntprune.methods.base import Layout
@@ -82,6 +82,11 @@ class HuggingFace(Backbone):
             attn_dim=parts.query.out_features,
             pool=self.pool(model),
         )
+
+    def projection(self, block: nn.Module) -> tuple[nn.Linear, torch.Tensor | None] | None:
+        parts = self.anatomy.parts(block)
+        plain = parts.join is as_it_is or isinstance(parts.join, nn.Dropout)
+        return (parts.project, None) if plain else None
 
     def costs(self, model: nn.Module) -> Costs:
         tower, shape = self.tower(model), self.layout(model)

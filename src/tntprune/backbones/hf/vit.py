@@ -139,6 +139,15 @@ class _Reader(ReducedModel):
         return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
 
 
+class _Labelled(_Reader):
+    """The same, where labels come second: transformers' Trainer looks for their name."""
+
+    def forward(self, pixel_values: Any = None, labels: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Turn images into logits, and with labels also into a loss, as the unpruned model."""
+        second = () if labels is None and not args else (labels, *args)
+        return super().forward(pixel_values, *second, **kwargs)
+
+
 made = partial(derivations, home=__name__)
 TOWERS = {
     **made(ALIKE, "Model", _Tower),
@@ -151,6 +160,11 @@ HOLDERS = {  # classifiers, and the name of the tower in them
     deit.DeiTForImageClassificationWithTeacher: "deit",
     msn.ViTMSNForImageClassification: "vit",
     ijepa.IJepaForImageClassification: "ijepa",
+}
+CLASSIFIERS = {  # what each takes on
+    **dict.fromkeys(HOLDERS, _Labelled),
+    deit.DeiTForImageClassificationWithTeacher: _Reader,
+    ijepa.IJepaForImageClassification: _Pooling,
 }
 
 
@@ -165,10 +179,7 @@ class HuggingFaceViT(HuggingFace):
     holders: ClassVar = HOLDERS
     swaps: ClassVar = {
         **TOWERS,
-        **{
-            kind: derived(kind, _Pooling if name == "ijepa" else _Reader, home=__name__)
-            for kind, name in HOLDERS.items()
-        },
+        **{kind: derived(kind, own, home=__name__) for kind, own in CLASSIFIERS.items()},
     }
 
     def takes_images(self, model: nn.Module) -> bool:

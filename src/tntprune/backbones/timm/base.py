@@ -11,7 +11,7 @@ from torch import nn
 from tntprune.backbones.base import Answer, Backbone, BlockCost, Costs
 from tntprune.backbones.classnames import projects
 from tntprune.backbones.reduced import Reduced
-from tntprune.backbones.timm.block import block_cost, linears, norm_cost
+from tntprune.backbones.timm.block import block_cost, linears, norm_cost, projection
 from tntprune.backbones.timm.intermediates import Intermediates
 from tntprune.errors import UserError
 from tntprune.methods.base import Layout
@@ -109,6 +109,9 @@ class Timm(Backbone):
             pool=model.global_pool,
             opens=all(hasattr(block, "attn") for block in model.blocks),
         )
+
+    def projection(self, block: Any) -> tuple[nn.Linear, torch.Tensor | None] | None:
+        return projection(block)
 
     def block_cost(self, block: Any, width: int) -> BlockCost:
         """Return what one block of width D costs."""

@@ -155,6 +155,13 @@ def _project(attention: Any, out: torch.Tensor, x: torch.Tensor, inside: Inside)
     return projected
 
 
+def projection(block: Any) -> tuple[nn.Linear, torch.Tensor | None] | None:
+    """Return what `Backbone.projection` does, of a block of a reduced model."""
+    if isinstance(block, PreNorm):
+        return block.attn.proj, getattr(block.ls1, "gamma", None)  # type: ignore[attr-defined]
+    return (block.attn.proj, block.gamma_1) if isinstance(block, PreNormGamma) else None  # type: ignore[attr-defined]
+
+
 def block_cost(block: Any, width: int) -> BlockCost:
     """Return what a block with `attn` and `mlp` costs; `width` is D."""
     attention = block.attn
