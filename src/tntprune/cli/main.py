@@ -145,8 +145,8 @@ def _parse(given: list[str]) -> Callable[[], int]:
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        told = (_unknown_flag(name, given[1:]) if name in COMMANDS else "") or _one_line(errors.getvalue())
-        raise UsageError(f"{told.rstrip(".")}; see {prog} --help") from None
+        told = (_unknown_flag(name, given[1:]) if name in COMMANDS else "") or _one_line(errors.getvalue()).rstrip(".")
+        raise UsageError(f"{told}; see {prog} --help") from None
 
 
 def _short_help(given: Sequence[str]) -> contextlib.AbstractContextManager[Any]:

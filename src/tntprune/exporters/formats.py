@@ -102,8 +102,8 @@ def _write_onnx(graph: Captured, file: Path, dtype: DType, calibration: torch.Te
         custom_translation_table=own,
     )  # fmt: skip
     assert program is not None
-    whole = program.model.graph
-    inner = [*whole.initializers.values(), *(value for node in whole for value in node.outputs)]
+    made = program.model.graph
+    inner = [*made.initializers.values(), *(value for node in made for value in node.outputs)]
     for value in inner:
         if value.name in graph.outputs and not value.is_graph_output():  # a table of positions is an "embedding" too
             value.name = f"{value.name}_inside"
