@@ -129,6 +129,22 @@ def test_hooks_see_all_tokens_once(where):
     assert rows(short, images) == [1]
 
 
+def test_a_forward_that_was_replaced_sees_all_tokens():
+    whole, short, images = both("plain", ToMe(r=5))
+    mlp, seen = short.blocks[-1].mlp, []
+    before = mlp.forward
+
+    def forward(x):
+        seen.append(x.shape[1])
+        return before(x)
+
+    mlp.forward = forward
+    assert torch.equal(run(short, images), run(whole, images))
+    assert seen == [tntprune.macs(whole).tokens[-1] + 1 - 5]  # five are merged inside the block
+    del mlp.forward
+    assert rows(short, images) == [1]
+
+
 class Doubled(nn.Module):
     """What an adapter does: a layer beside the one that it wraps."""
 

@@ -13,6 +13,7 @@ import tntprune
 from tntprune import TNT, Random, ToMe
 from tntprune.backbones.attach import base_of, is_reduced, reduction_of
 from tntprune.backbones.base import tower_of
+from tntprune.exporters.export import export
 from tntprune.reduce import reduce_, restore_
 from vlm_models import IMAGE, PACKED, PAD, make, packed
 
@@ -425,7 +426,7 @@ def test_half_precision_and_eager_attention(kind):
     assert run(half, given).logits.isfinite().all()
 
 
-def test_what_cannot_be_done_is_refused_in_one_line(kind):
+def test_what_cannot_be_done_is_refused_in_one_line(kind, tmp_path):
     model = reduced(kind)
     given = packed(ONE)
     short = {**given, **{n: given[n][:, 4:] for n in ("input_ids", "attention_mask", "mm_token_type_ids")}}
@@ -455,6 +456,9 @@ def test_what_cannot_be_done_is_refused_in_one_line(kind):
     }.items():
         with pytest.raises(tntprune.UserError, match=message):
             reduce_(model, config)
+    for exported in (model, tower_of(model)):
+        with pytest.raises(tntprune.UserError, match="takes prompts, or packed images of every size"):
+            export(exported, tmp_path / "m.onnx")
     with pytest.raises(tntprune.UserError, match="assisted generation cannot take tokens back"):
         model.generate(**given, max_new_tokens=2, prompt_lookup_num_tokens=2)
     cache = run(model, given).cache

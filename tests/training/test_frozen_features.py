@@ -7,7 +7,7 @@ import torch
 
 from conftest import make
 from hf_models import make as make_hf
-from tntprune import TNT, DynamicViT, ToMe, calibrate_, reduce_
+from tntprune import DTEM, TNT, DiffRate, DynamicViT, ToMe, calibrate_, reduce_
 from tntprune.data.batches import TensorSource
 from tntprune.training import trainer as trainers
 from tntprune.training.calibrate import fit
@@ -106,13 +106,28 @@ def test_a_photo_that_is_not_finite_is_named():
         calibrate_(model, images, epochs=2, batch_size=10, amp="none", progress=False)
 
 
+def same(make_model, images):
+    """Train with and without kept features, and compare what is learned."""
+    states = []
+    for keep in (False, True):
+        model = make_model()
+        fit(model, TensorSource(images, None, 3, 1), OPTIONS, progress=False, keep=keep)
+        states.append({name: value.clone() for name, value in model.reduction.state_dict().items()})
+    first, second = states
+    assert first and all(torch.allclose(second[name], value, rtol=5e-3, atol=5e-4) for name, value in first.items())
+
+
 def test_a_combination_keeps_what_its_learner_leaves_alone():
     model = reduce_(make("plain"), TNT(at=3), ToMe(at=4, r=2))
     assert model.reduction.untouched == 3
-    calibrate_(model, images_for(model), epochs=2, batch_size=4, amp="none", progress=False)
+    same(lambda: reduce_(make("plain"), TNT(at=3), ToMe(at=4, r=2)), images_for(model))
 
 
 def test_models_without_classes_keep_their_embeddings():
-    model = reduce_(make_hf("dinov2"), TNT(at=2))
     images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    calibrate_(model, images, epochs=2, batch_size=3, amp="none", progress=False)
+    same(lambda: reduce_(make_hf("dinov2"), TNT(at=2)), images)
+
+
+@pytest.mark.parametrize("config", [DTEM(at=2, r=4), DiffRate(at=(2, 4), budget=0.7)], ids=["dtem", "diffrate"])
+def test_methods_that_learn_a_merging_or_counts_learn_the_same(config):
+    same(lambda: reduce_(make("plain"), config), images_for(None))

@@ -252,11 +252,12 @@ class Reduced:
     def shortens(self) -> bool:
         """Whether the last block may run for the prefix tokens alone: it was asked for, and nobody looks at others.
 
-        Not in training, and not while hooks hang on anything that would see fewer tokens.
+        Not in training, and not while hooks or a replaced forward would see fewer tokens.
         """
         if self.reduction.last_block == "all" or self.training or self.reduction.training:  # type: ignore[attr-defined]
             return False
-        return not any(map(is_hooked, (*self.blocks[-1].modules(), *self.behind())))
+        seen = (*self.blocks[-1].modules(), *self.behind())
+        return not any(is_hooked(module) or "forward" in vars(module) for module in seen)
 
     def behind(self: Any) -> tuple[nn.Module, ...]:
         """Return the modules behind the last block that give or take all its tokens."""

@@ -43,10 +43,14 @@ def exportable(model: nn.Module) -> None:
     """Refuse what cannot become one graph.
 
     Raises:
-        UserError: the model is not supported, in training mode, not in fp32, or keeps another number of tokens in
-            each image.
+        UserError: the model is not supported, takes more than images of one size, is in training mode, not in fp32, or
+            keeps another number of tokens in each image.
     """
-    find_backbone(model)
+    if not find_backbone(model).in_parts:
+        raise UserError(
+            f"{type(model).__name__} takes prompts, or packed images of every size, and a file has one graph for "
+            "images of one size; expected a classifier or an embedder"
+        )
     if model.training:
         raise UserError("the model is in training mode; call model.eval() first")
     odd = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)

@@ -315,19 +315,26 @@ class Trainer:
         same = self.twice and not self.asks and not self.training.drop_path and tower.trace is None
         if not same or self.group.size > 1:
             return None
-        block, kept, answers = self.method.untouched, [], []
+        block, answers = self.method.untouched, []
+        kept: torch.Tensor | None = None
         with unfused(self.slow), torch.autocast(self.device.type, self.half, enabled=self.half is not None):
-            for part in tqdm(images.split(TOGETHER), desc="unpruned model", unit="batch", disable=not progress):
+            for first in tqdm(
+                range(0, len(images), TOGETHER), desc="unpruned model", unit="batch", disable=not progress
+            ):
+                part = images[first : first + TOGETHER]
                 self.backbone.check_images(self.model, part)
                 tokens, everywhere = tower.enter(part.to(self.device))
                 if everywhere is not None or tokens.x[0].nbytes * len(images) > MOST:  # places are those of a batch
                     return None
                 tokens = tower.onward(tokens, None, None, 0, block)
-                kept.append(tokens.x.to(images.device))
+                if kept is None:
+                    kept = tokens.x.new_empty(len(images), *tokens.x.shape[1:], device=images.device)
+                kept[first : first + TOGETHER] = tokens.x
                 if self.judges:
                     whole = finish(tower, tokens, None, None, block, self.narrow)
                     answers.append(self.backbone.judge(self.model, whole).logits.float().to(images.device))
-        return Features(torch.cat(kept), block, tokens.prefix, torch.cat(answers) if answers else None)
+        assert kept is not None
+        return Features(kept, block, tokens.prefix, torch.cat(answers) if answers else None)
 
     def averages(self) -> dict[str, torch.Tensor]:
         """Return the moving averages of what is learned, by its names; none if none are kept."""
