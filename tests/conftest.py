@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, beside each other on few cores
 os.environ["HF_HUB_OFFLINE"] = "1"  # before timm is imported: the Hub's client answers at once that it is not there
 
 import pytest

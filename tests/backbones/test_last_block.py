@@ -30,7 +30,8 @@ def both(kind, config):
     """A reduced model whose last block is whole, one where it is not, and images."""
     whole = stirred(make(kind), config)
     short = reduce_(make(kind), config, last_block="prefix")
-    reduction_of(short).load_state_dict(reduction_of(whole).state_dict())
+    for model in (whole, short):  # counts that are learned are settled by loading
+        reduction_of(model).load_state_dict(reduction_of(whole).state_dict())
     return whole, short, photos_for(whole)
 
 
