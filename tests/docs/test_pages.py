@@ -276,7 +276,3 @@ def test_pages_are_short_enough_to_be_read():
         line for line in BLOCK.sub("", text).splitlines() if not line.lstrip().startswith(("|", "<", "![", "--8<--"))
     ]
     assert sum(len(line.split()) for line in prose) < 8_400
-
-
-def test_the_citation_is_in_the_readme():
-    assert "@inproceedings{rao2025tnt" in PAGES["README.md"] and sys.version_info >= (3, 10)
