@@ -145,7 +145,8 @@ def _parse(given: list[str]) -> Callable[[], int]:
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        told = (_unknown_flag(name, given[1:]) if name in COMMANDS else "") or _one_line(errors.getvalue()).rstrip(".")
+        told = (_unknown_flag(name, given[1:]) if name in COMMANDS else "") or _one_line(errors.getvalue())
+        told = told if told.endswith("...") else told.removesuffix(".")  # of a list of values
         raise UsageError(f"{told}; see {prog} --help") from None
 
 
