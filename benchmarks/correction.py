@@ -163,11 +163,11 @@ calibration photos and judged once by {{photos:,}} photos of `imagenet-val-1300`
 {{table}}
 
 Divergence: mean KL divergence from the unpruned model, in nats. Top-1 has a standard error of 1.1 points on these photos.
-One correction took {{least:.0f}} to {{most:.0f}} s beside a dozen other jobs on two cores.
+One correction took {{least:.0f}} to {{most:.0f}} s; other work on the machine counts in it.
 
 Written by `python benchmarks/correction.py --data ../shared/data --out runs/correction` on {{stamp}}.
 
-Rows of the script that are missing here have not been run. TNT after block 3 has the scorers that come with the library, in the whole model those of one training (310 steps) and the plans of
+TNT after block 3 has the scorers that come with the library, in the whole model those of one training (310 steps) and the plans of
 [TNT in detail](tnt.md). ToMe acts in every block there, with one keep rate.
 """
 

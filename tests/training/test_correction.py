@@ -287,6 +287,7 @@ def test_the_unpruned_model_that_figures_are_compared_with_is_the_base(digits):
     [
         (lambda m: setattr(m.blocks[2].attn, "proj", torch.nn.Sequential(m.blocks[2].attn.proj)), "plain torch.nn"),
         (lambda m: setattr(m.blocks[2].attn.proj, "weight", m.blocks[1].attn.proj.weight), "shares its weights"),
+        (lambda m: m.blocks[2].attn.proj.register_parameter("bias", None), "ends without a bias"),
     ],
 )  # fmt: skip
 def test_weights_that_cannot_be_changed_are_refused(change, message):

@@ -8,12 +8,17 @@ every block and every attention called as the unpruned model calls them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from tntprune.backbones.trace import Trace
+from tntprune.methods.base import Method
+from tntprune.methods.steps import BlockPlan
 from tntprune.ops.attention import Heads
+from tntprune.ops.tokens import Tokens
 
 Half = Callable[[torch.Tensor], torch.Tensor]
 
@@ -57,6 +62,43 @@ class Inside:
     def between(self, x: torch.Tensor) -> torch.Tensor:
         """Act on the tokens between attention and MLP, (B, n, D) to (B, m, D)."""
         return x
+
+
+class Acting(Inside):
+    """A block in which a reduction acts, or at which it looks.
+
+    Args:
+        tokens: The tokens that enter the block.
+        reduction: The reduction.
+        number: The block's number, from 1.
+        plan: What the reduction does at this block.
+        bias: See `Inside`.
+        trace: Where the tokens are counted that enter the MLP, or None.
+    """
+
+    def __init__(
+        self, tokens: Tokens, reduction: Method, number: int, plan: BlockPlan, bias: torch.Tensor | None,
+        trace: Trace | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(bias)
+        self.tokens, self.reduction, self.number, self.plan, self.trace = tokens, reduction, number, plan, trace
+
+    def attend(self, heads: Heads) -> torch.Tensor:
+        if self.plan.sees == "map":
+            heads = replace(heads, attention=heads.map())
+        self.heads = heads
+        return self.reduction.attend(heads, self.tokens)
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = replace(self.tokens, x=x, block=self.number)
+        if self.plan.inside is not None:
+            tokens = self.reduction(tokens, self.plan.inside, self.heads)
+        if self.trace is not None:
+            self.trace.count(tokens)
+        if self.plan.after is None and not self.plan.watchers:
+            self.heads = None  # nobody looks at them any more, and the MLP needs the memory
+        self.tokens = tokens
+        return tokens.x
 
 
 class OpenBlock:

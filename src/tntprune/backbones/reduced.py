@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tntprune.backbones.base import holder_names
-from tntprune.backbones.blocks import Inside, OpenBlock, is_hooked
+from tntprune.backbones.blocks import Acting, Inside, OpenBlock, is_hooked
 from tntprune.backbones.trace import Trace
 from tntprune.errors import UserError, UserNote
 from tntprune.methods.base import Method
@@ -58,43 +58,6 @@ def refuse_proxy(images: Any) -> None:
             "torch.fx cannot trace a reduced model, whose tokens it would have to count; expected forward hooks or "
             f"forward_intermediates to look at inner tokens, or {INSTEAD}"
         )
-
-
-class Acting(Inside):
-    """A block in which a reduction acts, or at which it looks.
-
-    Args:
-        tokens: The tokens that enter the block.
-        reduction: The reduction.
-        number: The block's number, from 1.
-        plan: What the reduction does at this block.
-        bias: See `Inside`.
-        trace: Where the tokens are counted that enter the MLP, or None.
-    """
-
-    def __init__(
-        self, tokens: Tokens, reduction: Method, number: int, plan: BlockPlan, bias: torch.Tensor | None,
-        trace: Trace | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(bias)
-        self.tokens, self.reduction, self.number, self.plan, self.trace = tokens, reduction, number, plan, trace
-
-    def attend(self, heads: Heads) -> torch.Tensor:
-        if self.plan.sees == "map":
-            heads = replace(heads, attention=heads.map())
-        self.heads = heads
-        return self.reduction.attend(heads, self.tokens)
-
-    def between(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = replace(self.tokens, x=x, block=self.number)
-        if self.plan.inside is not None:
-            tokens = self.reduction(tokens, self.plan.inside, self.heads)
-        if self.trace is not None:
-            self.trace.count(tokens)
-        if self.plan.after is None and not self.plan.watchers:
-            self.heads = None  # nobody looks at them any more, and the MLP needs the memory
-        self.tokens = tokens
-        return tokens.x
 
 
 class Reduced:
@@ -250,7 +213,7 @@ class Reduced:
 
     @property
     def shortens(self) -> bool:
-        """Whether the last block may run for the prefix tokens alone: it was asked for, and nobody looks at others.
+        """Whether the last block may run for the prefix tokens alone, as was asked; nobody may read its patch tokens.
 
         Not in training, and not while hooks or a replaced forward would see fewer tokens.
         """

@@ -35,6 +35,7 @@ class ATS(Config):
     title = "ATS"
 
     everywhere = True
+    earliest = 4
 
     at: int | Sequence[int] | None = option(None, "block or blocks inside which tokens are sampled (4 to the last)")
     keep: float | Sequence[float] | None = option(None, "draws as a share of the patch tokens")
@@ -51,13 +52,6 @@ class ATS(Config):
     @property
     def is_inside(self) -> bool:
         return True
-
-    def blocks(self, depth: int) -> tuple[int, ...]:
-        if self.at is not None:
-            return super().blocks(depth)
-        found = tuple(range(min(4, depth), depth + 1))
-        self.check_length("keep" if self.tokens is None else "tokens", len(found))
-        return found
 
     def step(self, turn: Turn, count: int, patches: int) -> Step | None:
         """`ranked` is the number of draws, `leaving` the most tokens that can stay."""

@@ -44,6 +44,7 @@ class Config:
     untimed: ClassVar[str] = ""  # why its time cannot be predicted from its numbers of tokens, as a sentence's end
     usual: ClassVar[float] = 0.5  # the share that stays where nothing is said
     everywhere: ClassVar[bool] = False  # whether at=None has a meaning
+    earliest: ClassVar[int | None] = None  # the first of the blocks that it means, if it means blocks up to the last
     listed: ClassVar[tuple[str, ...]] = ("keep", "tokens")  # options with one value, or one for each location
     renamed: ClassVar[dict[str, str]] = {}  # options that earlier versions saved under another name
     renamed_parameters: ClassVar[dict[str, str]] = {}  # and the same of what is learned
@@ -157,8 +158,15 @@ class Config:
         """Return the blocks at which tokens are removed from a model of so many blocks.
 
         Raises:
-            UsageError: a location is not one of its blocks.
+            UsageError: a location is not one of its blocks, or an option has not one value, nor one for each block.
         """
+        if self.at is None and self.earliest is not None:
+            last = depth if self.is_inside else depth - 1
+            found = tuple(range(min(self.earliest, max(1, last)), last + 1))
+            for name in self.listed:
+                if getattr(self, name) is not None:
+                    self.check_length(name, len(found))
+            return found
         for at in self.locations:
             if self.is_inside:
                 check(0 < at <= depth, f"at={at}: the model has {depth} blocks; expected 1 to {depth}")

@@ -58,6 +58,7 @@ class DiffRate(Config):
 
     usual = 0.9
     everywhere = True
+    earliest = 2
     listed = ("keep", "tokens", "prune", "merge")
     rivals = ("keep", "tokens", "prune", "merge", "budget")
 
@@ -112,15 +113,6 @@ class DiffRate(Config):
     @property
     def is_inside(self) -> bool:
         return True
-
-    def blocks(self, depth: int) -> tuple[int, ...]:
-        if self.at is not None:
-            return super().blocks(depth)
-        found = tuple(range(min(2, depth), depth + 1))
-        for name in self.listed:
-            if getattr(self, name) is not None:
-                self.check_length(name, len(found))
-        return found
 
     def step(self, turn: Turn, count: int, patches: int) -> Step | None:
         """`ranked` is what pruning leaves, `leaving` what merging leaves of that: at least one token."""

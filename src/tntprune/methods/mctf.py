@@ -53,6 +53,8 @@ class MCTF(ToMe):
     method = "mctf"
     title = "MCTF"
 
+    earliest = 2
+
     at: int | Sequence[int] | None = option(None, "block or blocks at which tokens are fused (all but the first)")
     r: int | Sequence[int] | None = option(None, "tokens that go at each location (8)")
     metric: Literal["mean", "concat", "x"] = option(
@@ -72,14 +74,6 @@ class MCTF(ToMe):
     @property
     def reads(self) -> bool:
         return True
-
-    def blocks(self, depth: int) -> tuple[int, ...]:
-        if self.at is not None:
-            return super().blocks(depth)
-        last = depth if self.inside else depth - 1
-        found = tuple(range(min(2, max(1, last)), last + 1))
-        self.check_length("r" if self.rs else "keep" if self.tokens is None else "tokens", len(found))
-        return found
 
 
 class MultiCriteriaFusion(TokenMerging):

@@ -1,7 +1,7 @@
 """PiToMe: tokens that resemble many others are merged, and those that stand alone are protected.
 
-Source: Tran et al., "Accelerating Transformers with Spectrum-Preserving Token Merging", NeurIPS 2024, section 3; built
-from the paper alone.
+Source: Tran et al., "Accelerating Transformers with Spectrum-Preserving Token Merging", NeurIPS 2024, section 3. From
+its description; no code was taken.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ToFu: in early blocks the tokens that are most alike are pruned down to one, in late blocks they are merged.
 
-Source: Kim et al., "Token Fusion: Bridging the Gap between Token Pruning and Token Merging", WACV 2024, section 3;
-built from the paper alone.
+Source: Kim et al., "Token Fusion: Bridging the Gap between Token Pruning and Token Merging", WACV 2024, section 3.
+From its description; no code was taken.
 """
 
 from __future__ import annotations

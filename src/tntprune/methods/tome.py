@@ -48,6 +48,7 @@ class ToMe(Config):
     title = "ToMe"
 
     everywhere = True
+    earliest = 1
     listed = ("r", "keep", "tokens")
     rivals = ("r", "keep", "tokens")
 
@@ -93,13 +94,6 @@ class ToMe(Config):
     @property
     def is_inside(self) -> bool:
         return self.inside
-
-    def blocks(self, depth: int) -> tuple[int, ...]:
-        if self.at is not None:
-            return super().blocks(depth)
-        last = depth if self.inside else depth - 1
-        self.check_length("r" if self.rs else "keep" if self.tokens is None else "tokens", last)
-        return tuple(range(1, last + 1))
 
     def merged(self, number: int, of: int) -> int:
         """Return the tokens merged away at one of so many locations, counted from 0, if enough arrive there."""

@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from tntprune.backbones.attach import base_of, device_of, reduction_of, twin_of
 from tntprune.backbones.base import find_backbone, takes_images, tower_of
-from tntprune.backbones.reduced import Acting, Reduced
+from tntprune.backbones.blocks import Acting
+from tntprune.backbones.reduced import Reduced
 from tntprune.bench.backends import DTYPES, check_settings
 from tntprune.bench.benchmark import cast, inputs
 from tntprune.errors import UsageError, UserError

@@ -72,6 +72,11 @@ def projections(model: nn.Module) -> list[Projection]:
                 "kind (quantized, or with an adapter); expected plain torch.nn.Linear: correct first, or merge the "
                 "adapter"
             )
+        if layer.bias is None:
+            raise UserError(
+                f"correct=True: the attention of block {number} of {kind} ends without a bias, which would take "
+                "a part of the correction; expected torch.nn.Linear with bias=True"
+            )
         if any(not value.is_floating_point() or value.is_meta for value in values):
             raise UserError(f"correct=True: block {number} of {kind} has no floating-point weights to change")
         if any(holders[id(value)] > 1 for value in values):
@@ -187,11 +192,8 @@ def _apply(tower: nn.Module, layer: nn.Linear, scale: torch.Tensor | None, ridge
         gain = torch.where(scale.abs() > 1e-6, 1 / scale.double(), 0.0)
     name = next(name for name, module in tower.named_modules() if module is layer)
     weight = layer.weight.double() + (fit.weight * gain).T  # (D, d)
-    bias = fit.bias * gain + (0 if layer.bias is None else layer.bias.double())
-    changed = {f"{name}.weight": weight.to(layer.weight.dtype)}
-    if layer.bias is not None:
-        changed[f"{name}.bias"] = bias.to(layer.bias.dtype)
-    replace_weights(tower, changed)
+    bias = layer.bias.double() + fit.bias * gain
+    replace_weights(tower, {f"{name}.weight": weight.to(layer.weight.dtype), f"{name}.bias": bias.to(layer.bias.dtype)})
 
 
 class _Both:

@@ -131,7 +131,7 @@ class HuggingFace(Backbone):
 
 
 def outdated() -> str | None:
-    """Return what is the matter with a transformers that is too old; None where it is not."""
+    """Name the installed transformers and the oldest that is supported; None where it is new enough."""
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= OLDEST:
         return None
     wanted = ".".join(map(str, OLDEST))

@@ -77,7 +77,7 @@ class MropeModel(ShorteningModel):
 
 
 class Whole(NamedTuple):
-    """What stands for a shortened cache where it is asked for the length of what it was filled with."""
+    """Stands for a shortened cache where transformers asks for the length of the whole prompt."""
 
     length: int
 

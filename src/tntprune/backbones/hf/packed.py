@@ -34,7 +34,7 @@ class Group(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Where attention is confined to windows: those of one grid.
+    """The windows of one grid, to which some blocks confine attention.
 
     Args:
         rank: (N + 1,), each cell's place in the order of the windows; the last is for a token without a place.
@@ -46,7 +46,7 @@ class Windows(NamedTuple):
 
 
 class Course(NamedTuple):
-    """Where the tokens stand in the row: the same until some of them go.
+    """The places of the tokens in the row, until some of them go.
 
     Args:
         orders: Of each group (B, n), its tokens in the order of the windows; None where that is their own.

@@ -62,7 +62,7 @@ class Family:
 
     @property
     def bases(self) -> tuple[type, type]:
-        """What its model and its model with a head for the next token are besides their own classes."""
+        """Our base classes of its model, and of its model with a head for the next token."""
         if self.cells:
             return ReducedModel, ReducedModel
         return (MropeModel, MropeGenerator) if self.merges else (ShorteningModel, ShorteningGenerator)
