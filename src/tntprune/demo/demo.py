@@ -124,7 +124,7 @@ def _page(result: Demo, maps: list[PhotoMaps]) -> str:
     names, base = list(METHODS), result.base
     assert base.top1 is not None  # the scans have labels
     lines = {name: [(row.macs / 1e6, row.top1) for row in result.rows if row.method == name] for name in names}
-    drawn = curve(lines, (base.macs / 1e6, base.top1), "MMACs an image", "held-out scans right, %", "svg")
+    drawn = curve(lines, (base.macs / 1e6, base.top1), "MMACs per image", "held-out scans right, %", "svg")
     rows = [_cells("64 (all)", base.macs, base.images_per_s, 1.0, [base.top1] * len(names))]
     best: list[list[int]] = [[]]
     for tokens in KEEP:
