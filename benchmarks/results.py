@@ -381,10 +381,11 @@ def readme(plan: list[Row], found: dict[str, Any]) -> str:
             f"| {title} | {half['top1']:.1f} | {half['speedup']:.2f} | {quarter['top1']:.1f} | {quarter['speedup']:.2f} |"
         )
     told = (
-        f"`{MODEL}` on 1,300 photos of the ImageNet validation set; unpruned top-1 {base['top1']:.1f} %. A patch token "
-        f"stands for one 16 x 16 patch. TNT and DynamicViT were trained on 1,000 other photos; the model itself was not. Speed on two CPU cores, batch {BATCH}, fp32."
+        f"`{MODEL}` on 1,300 photos of the ImageNet validation set; unpruned top-1 {base['top1']:.1f} %. Each patch token is "
+        "one square of 16 x 16 pixels. Only the scorers of TNT and DynamicViT were trained, on 1,000 other photos; the "
+        f"model's weights did not change. Speed on two CPU cores, batch {BATCH}, fp32: differences below a tenth are noise."
     )
-    return "\n".join([*lines, "", f"{told} [All methods](docs/results/comparison.md)."])
+    return "\n".join([*lines, "", f"{told} [All methods, and at equal MACs](docs/results/comparison.md)."])
 
 
 def fill_readme(text: str) -> None:
