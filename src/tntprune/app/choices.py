@@ -30,7 +30,7 @@ DEPTH = 12  # of the models for which the methods' papers name their blocks
 
 
 @dataclass(frozen=True)
-class Reduced:
+class ReducedChoice:
     """A model with a reduction.
 
     Args:
@@ -81,7 +81,7 @@ class ExploredModel:
         first = self.saved.method if self.saved is not None else ""
         return {**({first: titles[first]} if first in titles else {}), **titles}
 
-    def reduced(self, method: str, share: float) -> Reduced:
+    def reduced(self, method: str, share: float) -> ReducedChoice:
         """Put a method on a model that shares the weights, at the rate whose MACs come nearest to a budget from below.
 
         Args:
@@ -100,10 +100,10 @@ class ExploredModel:
         config = fitted(twin, lambda keep: start.changed(keep=keep), (share + 1e-9) * base, STEPS)
         over = macs(reduce_(twin, config)).macs / base > share
         if saved is not None:
-            return Reduced(config, load_(twin, self.source, keep=config.given[0]), over, self.source)
-        return Reduced(config, twin, over)
+            return ReducedChoice(config, load_(twin, self.source, keep=config.given[0]), over, self.source)
+        return ReducedChoice(config, twin, over)
 
-    def python(self, reduced: Reduced) -> str:
+    def python(self, reduced: ReducedChoice) -> str:
         """Return the Python code that makes a reduced model."""
         own = self.name in ("digits_vit", "vit16") or self.name.startswith(HF)
         path = [] if self.weights is None else ["from pathlib import Path", ""]
@@ -119,7 +119,7 @@ class ExploredModel:
             lines.append(f"tntprune.reduce_(model, tntprune.{as_python(reduced.config)})")
         return "\n".join([*lines, "print(tntprune.macs(model))"])
 
-    def command(self, reduced: Reduced) -> str:
+    def command(self, reduced: ReducedChoice) -> str:
         """Return the command that draws the kept tokens of a photo."""
         flags = f"--reducer {quote(reduced.source)} --keep {reduced.config.given[0]}" if reduced.source else ""
         weights = "" if self.weights is None else f" --weights {quote(str(self.weights))}"
