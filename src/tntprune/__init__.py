@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tntprune.analysis.macs import macs
     from tntprune.analysis.record import record
     from tntprune.backbones.vit16 import vit16
+    from tntprune.bench.prompts import bench_prompts
     from tntprune.errors import UsageError, UserError
     from tntprune.exporters.export import export
     from tntprune.methods import (
@@ -46,9 +47,8 @@ __version__ = "0.1.0"
 __all__ = [
     "ATC", "ATS", "DTEM", "MCTF", "TNT", "AViT", "Config", "DiffRate", "DynamicViT", "EViT", "EvoViT", "Layout",
     "Method", "PiToMe", "Random", "ScoringMethod", "ToFu", "ToMe", "Tokens", "TopK", "UsageError", "UserError",
-    "ZeroTPrune", "calibrate_", "embed", "evaluate", "export", "features", "find_plan", "load_", "macs", "option",
-    "push", "record", "reduce_",
-    "register_method", "restore_", "save", "vit16",
+    "ZeroTPrune", "bench_prompts", "calibrate_", "embed", "evaluate", "export", "features", "find_plan", "load_",
+    "macs", "option", "push", "record", "reduce_", "register_method", "restore_", "save", "vit16",
 ]  # fmt: skip
 
 _HOMES = {
@@ -58,6 +58,7 @@ _HOMES = {
     ), "Config": "methods.config", "option": "methods.config", "Layout": "methods.base", "Method": "methods.base",
     "ScoringMethod": "methods.base",
     "Tokens": "ops.tokens", "UsageError": "errors", "UserError": "errors",
+    "bench_prompts": "bench.prompts",
     "calibrate_": "training.calibrate", "embed": "analysis.embed", "evaluate": "analysis.evaluate",
     "export": "exporters.export", "features": "analysis.features", "find_plan": "search.find_plan",
     "load_": "serialization.checkpoint", "macs": "analysis.macs", "push": "serialization.share",

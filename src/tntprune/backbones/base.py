@@ -205,6 +205,10 @@ class Backbone(ABC):
     def costs(self, model: nn.Module) -> Costs:
         """Return what its parts cost."""
 
+    def projector(self, model: nn.Module) -> nn.Module | None:
+        """Return what stands between the tower and the language model of a model that answers prompts, if anything."""
+        return None
+
     def word_costs(self, model: nn.Module) -> WordCosts:
         """Return what follows the tower of a model that answers prompts."""
         raise NotImplementedError

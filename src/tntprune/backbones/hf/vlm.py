@@ -173,6 +173,10 @@ class VisionLanguage(Backbone):
         kinds = {*PROJECTORS, *PROJECTORS.values()}
         return [model, inner, projector, *(part for part in projector.modules() if kind_of(part) in kinds)]
 
+    def projector(self, model: nn.Module) -> nn.Module | None:
+        family = self.family(model)
+        return None if family.merges else self.inner(model).get_submodule(family.projector)
+
     def of_tower(self, model: nn.Module) -> Backbone:
         """Return the adapter of a model's tower."""
         tower = self.tower(model)
