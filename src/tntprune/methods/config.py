@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from tntprune.methods.checks import as_tuple, check, check_options, is_int, is_number, show
 from tntprune.methods.steps import Place, Step, Turn, truncated
 
+WINDOW = "compare tokens in windows of so many patches along a side, for large grids (all with all)"
 MOST = 2**32 - 1  # the largest number in any option: seeds go as far
 
 

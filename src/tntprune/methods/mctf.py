@@ -52,6 +52,7 @@ class MCTF(ToMe):
 
     method = "mctf"
     title = "MCTF"
+    has_windows = False
 
     earliest = 2
 
