@@ -107,7 +107,7 @@ def _choose_in_windows(
 
     def alike(some: slice) -> torch.Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            return x[:, some] @ x[:, some].transpose(2, 3)  # (B, some, m, m)
+            return torch.matmul(x[:, some], x[:, some].transpose(2, 3))  # (B, some, m, m)
 
     tables = [alike(blocks[0])] if len(blocks) == 1 else None
     before = [(alike(some) if tables is None else tables[0]).tril(-1).amax(3) for some in blocks]

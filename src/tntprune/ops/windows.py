@@ -114,7 +114,8 @@ def closest_near(first: torch.Tensor, second: torch.Tensor, parts: int) -> tuple
 
 def _parted(x: torch.Tensor, own: Cut) -> torch.Tensor:
     """Cut (B, n, d) into parts, (B, parts, m, d)."""
-    return x[:, own.place.flatten()].unflatten(1, own.place.shape)
+    parts: torch.Tensor = x[:, own.place.flatten()].unflatten(1, own.place.shape)
+    return parts
 
 
 def compared_near(first: int, second: int, parts: int) -> int:
