@@ -19,6 +19,7 @@ from merging_reference import Token, best_matches
 from reference import chosen
 from tntprune import DTEM, MCTF, TNT, PiToMe, ToFu, ToMe, UsageError, load_, macs, record, reduce_, restore_, save
 from tntprune.backbones.attach import reduction_of
+from tntprune.methods import from_dict, to_dict
 from tntprune.methods.tome import match
 from tntprune.ops import tokens as tokens_module
 from tntprune.ops.merging import choose, comparisons, fold, standardised
@@ -300,3 +301,6 @@ def test_bad_windows_are_refused_in_one_line():
     for kind in (PiToMe, MCTF, tntprune.ATC):
         with pytest.raises(UsageError, match=f"window=8: {kind.method} compares all tokens; expected None, or ToMe"):
             kind(window=8)
+        assert "window" not in to_dict(kind()) and from_dict(to_dict(kind())) == kind()
+        with pytest.raises(UsageError, match="has no option 'window'; it has at"):
+            kind().changed(window=8)

@@ -49,6 +49,7 @@ class Config:
     listed: ClassVar[tuple[str, ...]] = ("keep", "tokens")  # options with one value, or one for each location
     renamed: ClassVar[dict[str, str]] = {}  # options that earlier versions saved under another name
     renamed_parameters: ClassVar[dict[str, str]] = {}  # and the same of what is learned
+    without: ClassVar[tuple[str, ...]] = ()  # options of the method that it is derived from, which it has not
     rivals: ClassVar[tuple[str, ...]] = ("keep", "tokens")  # options of which one can be given
 
     at: int | Sequence[int] | None = option(3, "block or blocks at which tokens are removed (0: before the first)")

@@ -52,7 +52,7 @@ class MCTF(ToMe):
 
     method = "mctf"
     title = "MCTF"
-    has_windows = False
+    without = ("window",)
 
     earliest = 2
 

@@ -32,7 +32,7 @@ class PiToMe(ToMe):
 
     method = "pitome"
     title = "PiToMe"
-    has_windows = False
+    without = ("window",)
 
 
 class EnergyMerging(TokenMerging):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -51,8 +51,6 @@ class ToMe(Config):
     method = "tome"
     title = "ToMe"
 
-    has_windows: ClassVar[bool] = True  # whether `window` can be given
-
     everywhere = True
     earliest = 1
     listed = ("r", "keep", "tokens")
@@ -84,7 +82,8 @@ class ToMe(Config):
                 check(is_int(value) and value >= 0, f"r={value}: expected a whole number, 0 or larger")
         check_flags(self, "decreasing", "inside", "proportional")
         if self.window is not None:
-            check(self.has_windows, f"window={self.window}: {self.method} compares all tokens; expected None, or ToMe")
+            own = "window" not in self.without
+            check(own, f"window={self.window}: {self.method} compares all tokens; expected None, or ToMe")
             check_whole("window", self.window, 2)
         check_words(self, "metric", "average")
         unseen = 0 in self.locations and self.metric != "x"
