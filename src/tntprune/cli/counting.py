@@ -96,8 +96,8 @@ def tell_dear(model: nn.Module, found: Macs) -> None:
     less = sum(near.macs(step) for step in near.steps(near.layout.patches))
     if less <= own / 2:
         warnings.warn(
-            f"{config.method} itself takes {100 * own / found.macs:.1f} % of the MACs, because it compares all tokens; with "
-            f"--window {WINDOW} it would take {100 * less / (found.macs - own + less):.1f} %",
+            f"{config.method} itself takes {100 * own / found.macs:.1f} % of the MACs, because it compares all tokens; "
+            f"with --window {WINDOW} it would take {100 * less / (found.macs - own + less):.1f} %",
             UserNote,
             stacklevel=2,
         )

@@ -91,17 +91,17 @@ def _choose_in_windows(
     windows: Windows,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do what `choose` says, in windows of m tokens at most. Padding, of size 0, stands last in each."""
-    n, number = score.shape[1], windows.number
+    (batch, n), number = score.shape, windows.number
     own = cut(n, number, score.device)
     longest = own.place.shape[1]
     at = windows.order[:, own.place.flatten()].view(-1, longest)  # (B * windows, m)
-    sizes = None if size is None else size.gather(1, at.view(len(size), -1)).view_as(at)
-    real = own.real.expand(len(score), -1, -1).reshape_as(at)
+    sizes = None if size is None else size.gather(1, at.view(batch, -1)).view_as(at)
+    real = own.real.expand(batch, -1, -1).reshape_as(at)
     real = real if sizes is None else real & (sizes > 0)
-    scores = score.detach().float().gather(1, at.view(len(score), -1)).view_as(at)
+    scores = score.detach().float().gather(1, at.view(batch, -1)).view_as(at)
     rank = ranking(scores.masked_fill(~real, -torch.inf), descending=True)  # the highest score of each first
     at, scores, real = at.gather(1, rank), scores.gather(1, rank), real.gather(1, rank)
-    at = at.view(len(score), -1)  # (B, windows * m)
+    at = at.view(batch, -1)  # (B, windows * m)
     x = pick(F.normalize(compared.detach().float(), dim=-1), at).unflatten(1, (number, longest))
     blocks = row_blocks(number, longest**2)
 
