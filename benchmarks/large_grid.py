@@ -140,11 +140,10 @@ PAGE = """# Large grids
 Random weights, fp32, batch size {batch}. Half of the patches go after block 3; "in every block" merges 7 % in each.
 
 - **Own**: the method's share of the MACs.
-- **Speed-up**: median of {rounds} paired ratios to the unpruned model.
-- **Peak**: most memory at a time beside the weights, and its ratio to the unpruned model's.
+- **Speed-up**: median of {rounds} paired ratios to unpruned.
+- **Peak**: most memory at a time beside the weights.
 
-Memory grows with the number of tokens, not with its square. With `window=16` a token is compared only with about 16 x 16 tokens near it.
-Zero-TPrune is left out: it needs the whole attention map, 400 MB for 4,096 patches and 6 heads.
+Memory grows with the number of tokens, not with its square. Left out: Zero-TPrune, which needs the whole attention map (400 MB).
 
 Written by `python benchmarks/large_grid.py` on {stamp}.
 
@@ -152,10 +151,9 @@ Written by `python benchmarks/large_grid.py` on {stamp}.
 |---|---|---:|---:|---:|---:|---:|---:|---:|
 {rows}
 
-## What windows change
+## Windows
 
-ViT-Tiny with its weights, resampled to {size} x {size}; {photos} calibration photos. TNT has the shipped scorers, trained at 224 x 224 without
-windows.
+Real ViT-Tiny at {size} x {size}, {photos} calibration photos; TNT's scorers are the shipped ones.
 
 | method | window | own | KL to unpruned | same top-1 |
 |---|---:|---:|---:|---:|
