@@ -90,7 +90,11 @@ PAGES = {
         ("export.py",), ("reducing", "counting", "reading", "timing", "exporting", "shipping"), DATA
     ),
     "results/finetune.md": Page(("finetune.py",), (*REAL, "training"), f"{DATA} --out runs/finetune"),
-    "results/large-grids.md": Page(("large_grid.py",), ("reducing", "counting", "timing")),
+    "results/large-grids.md": Page(
+        ("large_grid.py",),
+        ("reducing", "counting", "timing", "reading", "shipping"),
+        f"{WEIGHTS} {DATA}/calibration-1000/images",
+    ),
     "results/latency.md": Page(("latency.py",), ("reducing", "bench", "latency")),
     "results/loading.md": Page(("loading.py",), ("reducing", "reading", "training"), f"{DATA}/calibration-1000/images"),
     "results/tnt.md": Page(METHOD, (*REAL, "training"), f"{DATA} --out runs/method --part page"),

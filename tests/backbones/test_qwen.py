@@ -14,6 +14,7 @@ from tntprune import TNT, Random, ToMe
 from tntprune.backbones.attach import base_of, is_reduced, reduction_of
 from tntprune.backbones.base import tower_of
 from tntprune.exporters.export import export
+from tntprune.methods.tnt import method as tnt_method
 from tntprune.reduce import reduce_, restore_
 from vlm_models import IMAGE, PACKED, PAD, make, packed
 
@@ -22,6 +23,7 @@ ONE = [[1, (3, 5), 7, 8, 9]]
 CONFIGS = {
     "random": Random(at=2, keep=0.4),
     "merge": TNT(at=(1, 3), keep=0.5),
+    "windows": TNT(at=(1, 3), keep=0.5, window=2),
     "drop": TNT(at=(0, 2), keep=0.7, recipe="relative", noise_blocks=(0, 2), similar=2, similar_at="score"),
     "tome": ToMe(at=(1, 2), keep=0.5, inside=False, metric="x"),
 }
@@ -165,6 +167,18 @@ def test_the_language_model_is_the_unpruned_one_on_what_is_left(kind, name):
         expected = base.lm_head(state)[0]
     assert out.logits.shape == (*keep.shape, 99)
     torch.testing.assert_close(out.logits[keep], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_windows_follow_the_grid_of_each_image(kind, monkeypatch):
+    grids, plain = [], tnt_method.windows_of
+
+    def spy(tokens, *args, **options):
+        grids.append((tokens.grid, tokens.grid_size))
+        return plain(tokens, *args, **options)
+
+    monkeypatch.setattr(tnt_method, "windows_of", spy)
+    run(reduced(kind, CONFIGS["windows"]), packed(ROWS[:1]))
+    assert set(grids) == {((3, 5), 15), ((4, 2), 8)}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

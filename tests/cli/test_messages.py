@@ -32,6 +32,18 @@ def test_a_method_that_acts_in_every_block_says_so_where_one_token_is_left(call)
         assert call("macs", "vit_tiny_patch16_224", "--method", "tome", *harmless)[2] == ""
 
 
+def test_macs_says_where_windows_would_save_much(call):
+    tnt = ["macs", "vit_small_patch16_224", "--img-size", "1024", "1024", "--method", "tnt"]
+    code, _, err = call(*tnt)
+    assert code == 0 and "tnt itself takes 3.9 % of the MACs, because it compares all tokens; with --window 16" in err
+    promised = float(err.split("it would take ")[1].split(" %")[0])
+    found = json.loads(call(*tnt, "--window", "16", "--json")[1])
+    assert promised == round(100 * sum(found["reduction"].values()) / found["macs"], 1) < 1
+    for harmless in (["--window", "16"], ["--how", "drop"], ["--at", "11"]):
+        assert call(*tnt, *harmless)[2] == ""
+    assert call("macs", "vit_small_patch16_224", "--method", "tnt")[2] == ""
+
+
 @pytest.mark.parametrize(
     ("keep", "line"),
     [

@@ -68,6 +68,8 @@ def wide(*values):
         wide("onnx", "distilled", [TNT(at=(1, 2, 4), keep=0.7, inside=True, metric="mean")], True),
         wide("onnx", "registers", [AViT(at=3)], False),
         wide("onnx", "plain", [ToMe(r=5)], True),
+        wide("onnx", "registers", [TNT(at=(1, 2), keep=0.6, window=3), ToMe(at=3, r=5, window=3)], True),
+        wide("openvino", "no_cls", [TNT(at=1, keep=0.6, window=3), ToMe(at=2, r=5, window=3)], False),
         wide("openvino", "plain", [Random(at=3)], True),
         wide("openvino", "no_cls", [ToMe(at=2, r=4), Random(at=3)], False),
     ],

@@ -132,8 +132,15 @@ def test_no_table_of_all_pairs_is_made_of_a_large_grid():
 @pytest.mark.wide
 @pytest.mark.parametrize(
     "config",
-    [TNT(at=1), TNT(at=1, how="drop", similar=500), ToMe(r=200)],
-    ids=["tnt", "tnt drop", "tome"],
+    [
+        TNT(at=1),
+        TNT(at=1, how="drop", similar=500),
+        ToMe(r=200),
+        TNT(at=1, window=16),
+        TNT(at=1, window=40),
+        ToMe(r=200, window=16),
+    ],
+    ids=["tnt", "tnt drop", "tome", "tnt windows", "tnt large windows", "tome windows"],
 )
 def test_4096_tokens_take_little_more_memory_than_the_unpruned_model(config):
     model = timm.create_model("vit_tiny_patch16_224", img_size=1024, depth=2).eval()

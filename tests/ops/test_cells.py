@@ -21,8 +21,9 @@ def places(cell, width, side):
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_a_cell_is_its_patches_side_by_side(width, side, prefix):
     x = torch.randn(3, prefix + width**2, 5)
-    tokens = by_cells(start(x, prefix, follow=True), side)
+    tokens = by_cells(start(x, prefix, follow=True, grid=(width, width)), side)
     cells = join_cells(tokens, side)
+    assert cells.grid == (width // side, width // side) and split_cells(cells, side, tokens).grid == (width, width)
     assert cells.x.shape == (3, (width // side) ** 2, side**2 * 5) and cells.prefix == 0
     assert torch.equal(cells.index, cells.carrier) and cells.index[0].tolist() == list(range(cells.count))
     for cell in range(cells.count):

@@ -272,7 +272,10 @@ class Reduced:
     def enter(self, images: torch.Tensor, follow: bool = False, **options: Any) -> tuple[Tokens, Any]:
         """Turn images into tokens as they leave the embedding, and to what every block needs to know of the places."""
         x, everywhere = self.embed(images, **options)
-        return start(x, self.num_prefix_tokens, follow), everywhere
+        grid = None
+        if self.reduction.needs_grid:  # patches instead of images have grids of any shape: a row
+            grid = self.grid(images) if images.ndim == 4 else (1, x.shape[1] - self.num_prefix_tokens)
+        return start(x, self.num_prefix_tokens, follow, grid), everywhere
 
     def onward(
         self,

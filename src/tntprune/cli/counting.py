@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tntprune.cli.console import tell
 from tntprune.cli.flags import GROUP, ImgSize, Json, Model, Reduction, tell_drained
+from tntprune.errors import UserNote
 from tntprune.system.units import unit_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tntprune.analysis.macs import Macs
+
+DEAR, WINDOW = 0.03, 16  # share of the MACs from which on a method is told to be dear; the window that is tried
 
 
 def info(model: Model, img_size: ImgSize = None, json: Json = False) -> int:
@@ -63,5 +71,33 @@ def macs(
         reduce_(built, *configs, last_block=reduction.last_block)
         tell_drained(built)
     found = count(built)
+    tell_dear(built, found)
     tell(json, asdict(found), str(found))
     return 0
+
+
+def tell_dear(model: nn.Module, found: Macs) -> None:
+    """Warn where a method that compares all tokens costs much of the model, and windows would make it cheaper.
+
+    Warns:
+        UserNote: they would at least halve what the method costs.
+    """
+    from tntprune.backbones.attach import is_reduced, reduction_of
+    from tntprune.methods import implementation, options
+
+    own = sum(found.reduction.values())
+    method = reduction_of(model) if is_reduced(model) else None
+    config: Any = None if method is None else method.config
+    if method is None or own <= DEAR * found.macs or "window" not in options(type(config)) or config.window:
+        return
+    if not getattr(config, "merges", True):
+        return
+    near = implementation(type(config))(config.changed(window=WINDOW), method.layout)
+    less = sum(near.macs(step) for step in near.steps(near.layout.patches))
+    if less <= own / 2:
+        warnings.warn(
+            f"{config.method} itself takes {100 * own / found.macs:.1f} % of the MACs, because it compares all tokens; "
+            f"with --window {WINDOW} it would take {100 * less / (found.macs - own + less):.1f} %",
+            UserNote,
+            stacklevel=2,
+        )

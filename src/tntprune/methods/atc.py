@@ -40,6 +40,7 @@ class ATC(ToMe):
 
     method = "atc"
     title = "ATC"
+    without = ("window",)
 
     untimed = "tells little of its time: each token that goes takes a step of its own"
     everywhere = False

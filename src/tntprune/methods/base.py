@@ -81,6 +81,7 @@ class Method(nn.Module):
     proportional = False  # whether merged tokens count in attention by their size
     ce: float = 1.0  # weights of the losses in training: cross-entropy to the labels,
     kl: float = 0.0  # divergence from the unpruned model
+    needs_grid: bool = False  # whether it must know the grid of images that are not of the model's own size
     needs_teacher = False  # whether `penalty` looks at the unpruned model's tokens
     learners = 1  # blocks at which something is learned, each from a part of the steps
     trained: float = 1.0  # share of a training that is over; set by the trainer

@@ -94,7 +94,7 @@ _hints = cache(get_type_hints)  # evaluated once: a plan makes hundreds of confi
 
 def options(config: type[Config]) -> dict[str, Field[Any]]:
     """Return the options of a method by name."""
-    return {f.name: f for f in fields(config)}
+    return {f.name: f for f in fields(config) if f.name not in config.without}
 
 
 def check_options(config: type[Config], given: Sequence[str] | dict[str, Any]) -> None:

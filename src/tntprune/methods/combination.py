@@ -86,6 +86,7 @@ class Combined(Method):
         self.learner = learners[0] if learners else None
         self.trains = self.learner is not None
         self.proportional = any(part.proportional for part in modules)
+        self.needs_grid = any(part.needs_grid for part in modules)
         if self.learner is not None:
             own = modules[self.learner]
             self.ce, self.kl, self.needs_teacher = own.ce, own.kl, own.needs_teacher

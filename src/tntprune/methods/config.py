@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from tntprune.methods.checks import as_tuple, check, check_options, is_int, is_number, show
 from tntprune.methods.steps import Place, Step, Turn, truncated
 
+WINDOW = "compare tokens in windows of so many patches along a side, for large grids (all with all)"
 MOST = 2**32 - 1  # the largest number in any option: seeds go as far
 
 
@@ -48,6 +49,7 @@ class Config:
     listed: ClassVar[tuple[str, ...]] = ("keep", "tokens")  # options with one value, or one for each location
     renamed: ClassVar[dict[str, str]] = {}  # options that earlier versions saved under another name
     renamed_parameters: ClassVar[dict[str, str]] = {}  # and the same of what is learned
+    without: ClassVar[tuple[str, ...]] = ()  # options of the method that it is derived from, which it has not
     rivals: ClassVar[tuple[str, ...]] = ("keep", "tokens")  # options of which one can be given
 
     at: int | Sequence[int] | None = option(3, "block or blocks at which tokens are removed (0: before the first)")

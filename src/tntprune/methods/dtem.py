@@ -41,6 +41,7 @@ class DTEM(ToMe):
     (The authors start from random numbers. Their layer reads what queries and keys are made from.)
 
     Args:
+        window: See `ToMe`. At test time; training compares all.
         r: See `ToMe`. Training makes as many pairs as at test time; what is learned can be used with other numbers.
         metric: What the linear layer reads: all keys side by side, "concat", their "mean" over heads, or the tokens,
             "x", after a LayerNorm without weights.

@@ -52,6 +52,7 @@ class MCTF(ToMe):
 
     method = "mctf"
     title = "MCTF"
+    without = ("window",)
 
     earliest = 2
 

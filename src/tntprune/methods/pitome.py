@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tntprune.methods.tome import Pairs, TokenMerging, ToMe
 from tntprune.ops.similarity import closest
-from tntprune.ops.tokens import in_order, pick, ranking, row_blocks
+from tntprune.ops.tokens import Tokens, in_order, pick, ranking, row_blocks
 
 MARGIN = 0.9  # before the first block; it falls evenly to 0 at the last, as published
 SLOPE = 1.0  # the paper's alpha: weight of the tokens that resemble a token less than the margin
@@ -32,6 +32,7 @@ class PiToMe(ToMe):
 
     method = "pitome"
     title = "PiToMe"
+    without = ("window",)
 
 
 class EnergyMerging(TokenMerging):
@@ -39,8 +40,8 @@ class EnergyMerging(TokenMerging):
 
     config: PiToMe
 
-    def pairs(self, x: torch.Tensor, gone: int, block: int) -> Pairs:
-        return match_by_energy(x, gone, MARGIN * (1 - block / self.layout.depth))
+    def pairs(self, features: Tokens, gone: int, block: int) -> Pairs:
+        return match_by_energy(features.x, gone, MARGIN * (1 - block / self.layout.depth))
 
     def comparisons(self, count: int, gone: int) -> int:
         return count**2 + gone**2  # for the energy, and of A with B

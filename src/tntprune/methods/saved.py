@@ -20,7 +20,8 @@ def to_dict(config: Config) -> dict[str, Any]:
     if parts := getattr(config, "parts", None):
         return {**about, "parts": [to_dict(part) for part in parts]}
     package = package_of(type(config))
-    return {**about, **({"package": package} if package else {}), **asdict(config)}
+    own = {name: value for name, value in asdict(config).items() if name not in config.without}
+    return {**about, **({"package": package} if package else {}), **own}
 
 
 def from_dict(data: dict[str, Any], depth: int | None = None) -> Config:

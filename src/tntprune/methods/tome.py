@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
 from tntprune.methods.base import Layout, Method
-from tntprune.methods.checks import as_tuple, check, check_flags, check_words, is_int
-from tntprune.methods.config import Config, option
+from tntprune.methods.checks import as_tuple, check, check_flags, check_whole, check_words, is_int
+from tntprune.methods.config import WINDOW, Config, option
 from tntprune.methods.steps import Step, Turn
 from tntprune.ops.attention import Heads
 from tntprune.ops.similarity import nearest
-from tntprune.ops.tokens import Average, Tokens, in_order, merge, ranking
+from tntprune.ops.tokens import Average, Tokens, in_order, merge, pick, ranking
+from tntprune.ops.windows import Windows, closest_near, compared_near, number_of_windows, windows_of
 
 Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # who stays, takes in, goes, and where to
 LARGEST = 10_000  # blocks, and tokens at once, that are believed of a file
@@ -42,6 +44,8 @@ class ToMe(Config):
             or "mlerp", that mean with the norm of the longest of its tokens (ToFu, Kim et al., WACV 2024, section 3).
         proportional: A merged token counts in attention like as many equal ones (log of its size is added to its
             logits). The authors leave it out for models from masked-image pretraining.
+        window: Compare each token only with those near it, in windows of as many tokens as a square of so many patches
+            holds; 2 or larger. None compares all, as published.
     """
 
     method = "tome"
@@ -64,6 +68,7 @@ class ToMe(Config):
         "mean", "what a merged token is: the mean, or the mean with the norm of the longest (mlerp)"
     )
     proportional: bool = option(True, "weigh merged tokens in attention by their size")
+    window: int | None = option(None, WINDOW)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,6 +81,10 @@ class ToMe(Config):
             for value in self.rs:
                 check(is_int(value) and value >= 0, f"r={value}: expected a whole number, 0 or larger")
         check_flags(self, "decreasing", "inside", "proportional")
+        if self.window is not None:
+            own = "window" not in self.without
+            check(own, f"window={self.window}: {self.method} compares all tokens; expected None, or ToMe")
+            check_whole("window", self.window, 2)
         check_words(self, "metric", "average")
         unseen = 0 in self.locations and self.metric != "x"
         check(not unseen, "at=0: no block has been seen whose keys could be compared; expected metric='x' or 1 and up")
@@ -139,6 +148,7 @@ class TokenMerging(Method):
     def __init__(self, config: ToMe, layout: Layout) -> None:
         super().__init__(config, layout)
         self.proportional = config.proportional
+        self.needs_grid = config.window is not None
 
     def sees(self, step: Step) -> Literal["", "heads", "map"]:
         return "heads" if self.config.metric != "x" else ""
@@ -162,21 +172,22 @@ class TokenMerging(Method):
         features = replace(tokens, x=self.compared(tokens, heads), prefix=0, carrier=None)
         average = self.average(step.place.block)
         for count, gone in passes(step):
-            pairs = self.pairs(features.x, gone, step.place.block)
+            pairs = self.pairs(features, gone, step.place.block)
             tokens = merge(tokens, *pairs, average=average)  # count - gone patch tokens
             if count - gone > step.leaving:  # what is compared of a merged token is the mean of its tokens'
                 features = merge(features, *pairs, average="none" if average == "none" else "mean")
         return tokens
 
-    def pairs(self, x: torch.Tensor, gone: int, block: int) -> Pairs:
+    def pairs(self, features: Tokens, gone: int, block: int) -> Pairs:
         """Return who is merged into whom, as `merge` takes it.
 
         Args:
-            x: (B, n, width), what is compared.
+            features: What is compared of each token, (B, n, width), in the place of the tokens.
             gone: How many tokens go, at most n // 2.
             block: The block's number.
         """
-        return match(x, gone, odd=self.layout.prefix % 2)
+        windows = windows_of(features, self.config.window, self.layout.grid)
+        return match(features.x, gone, self.layout.prefix % 2, windows)
 
     def average(self, block: int) -> Average:
         """Return what becomes of the tokens that take others in at a block, as `merge` takes it."""
@@ -184,7 +195,8 @@ class TokenMerging(Method):
 
     def comparisons(self, count: int, gone: int) -> int:
         """Return how many pairs of tokens are compared in one pass."""
-        return (count // 2) * (count - count // 2)
+        number = number_of_windows(count, self.config.window)
+        return compared_near(count // 2, count - count // 2, number)
 
     def macs(self, step: Step) -> int:
         """Count the comparisons, as in ToMe's closed form, and D for each token that is averaged with others."""
@@ -203,23 +215,32 @@ class TokenMerging(Method):
         return f"{why}; {', '.join(others)} would do" if others else None
 
 
-def match(x: torch.Tensor, gone: int, odd: int) -> Pairs:
+def match(x: torch.Tensor, gone: int, odd: int, windows: Windows | None = None) -> Pairs:
     """Pair each token of A with the most similar one of B, and choose the most similar pairs.
 
     Args:
         x: (B, n, width), what is compared.
         gone: How many pairs, at most n // 2.
         odd: Whether the number of prefix tokens is odd, so that A starts with the second patch, else with the first.
+        windows: In which alone tokens look for their match, dealt out to A and B in the order of these.
 
     Returns:
-        Positions as `merge` takes them: the tokens of A that stay, in their order (B, |A| - gone); B (|B|,); the
-        tokens of A that go (B, gone); and where in B each of these goes (B, gone).
+        Positions as `merge` takes them: the tokens of A that stay, in their order (B, |A| - gone); B (|B|,), or
+        (B, |B|) with windows; the tokens of A that go (B, gone); and where in B each of these goes (B, gone).
     """
-    closest, best = nearest(x[:, odd::2], x[:, 1 - odd :: 2])  # (B, |A|) each
+    if windows is not None:
+        x = F.normalize(pick(x.detach().float(), windows.order), dim=-1)
+        closest, best = closest_near(x[:, odd::2], x[:, 1 - odd :: 2], windows.number)
+    else:
+        closest, best = nearest(x[:, odd::2], x[:, 1 - odd :: 2])  # (B, |A|) each
     ranked = ranking(closest, descending=True)
     go, stay = ranked[:, :gone], in_order(ranked[:, gone:])
+    target = best.gather(1, go)
+    if windows is not None:
+        order = windows.order
+        return order.gather(1, 2 * stay + odd), order[:, 1 - odd :: 2], order.gather(1, 2 * go + odd), target
     into = torch.arange(1 - odd, x.shape[1], 2, device=x.device)
-    return 2 * stay + odd, into, 2 * go + odd, best.gather(1, go)
+    return 2 * stay + odd, into, 2 * go + odd, target
 
 
 def passes(step: Step) -> list[tuple[int, int]]:

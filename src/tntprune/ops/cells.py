@@ -42,6 +42,7 @@ def join_cells(tokens: Tokens, side: int) -> Tokens:
         carrier=carrier,
         grid_size=tokens.grid_size // unit,
         logs=None,
+        grid=None if tokens.grid is None else (tokens.grid[0] // side, tokens.grid[1] // side),
     )
 
 
@@ -72,6 +73,7 @@ def split_cells(cells: Tokens, side: int, tokens: Tokens) -> Tokens:
         carrier=carrier,
         grid_size=tokens.grid_size,
         logs=None,
+        grid=tokens.grid,
     )
 
 

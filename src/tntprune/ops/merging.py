@@ -7,12 +7,14 @@ token is like it. One number decides for both, and any share can go in one step.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 import torch
 import torch.nn.functional as F
 
 from tntprune.ops.similarity import closest
 from tntprune.ops.tokens import Tokens, follow, in_order, pick, ranking, row_blocks, take
+from tntprune.ops.windows import Windows, cut, number_of_windows
 
 LONGEST = 4.0  # times its length that a mean becomes at most: opposite tokens have a mean near 0
 NEAREST = 1e-4  # distances below it are alike: fp32 tells them from rounding errors no more
@@ -31,6 +33,7 @@ def choose(
     count: int,
     score_weight: float,
     size_weight: float,
+    windows: Windows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return which tokens stay, which go, and where to. No gradient goes through.
 
@@ -44,11 +47,16 @@ def choose(
         count: How many stay, at least 1 and less than n.
         score_weight: Weight of the score beside the log of the distance.
         size_weight: Weight of the log of the size.
+        windows: Tokens are compared in these alone, at most `count` of them, and the highest score of each stays; None
+            compares all.
 
     Returns:
-        Positions of those that stay, the highest score first (B, count), and of those that go (B, n - count); and for
-        each of these the most similar one among the first, 0 to count - 1, and its cosine (both B, n - count).
+        Positions of those that stay, in each window the highest score first (B, count), and of those that go
+        (B, n - count); and for each of these the most similar one among the first, 0 to count - 1, and its cosine
+        (both B, n - count).
     """
+    if windows is not None:
+        return _choose_in_windows(score, compared, size, count, score_weight, size_weight, windows)
     score = score.detach().float()
     rank = ranking(score, descending=True)  # (B, n)
     x = F.normalize(pick(compared.detach().float(), rank), dim=-1)  # (B, n, d), the highest score first
@@ -73,14 +81,68 @@ def choose(
     return rank.gather(1, stay), rank.gather(1, go), target, likeness
 
 
+def _choose_in_windows(
+    score: torch.Tensor,
+    compared: torch.Tensor,
+    size: torch.Tensor | None,
+    count: int,
+    score_weight: float,
+    size_weight: float,
+    windows: Windows,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do what `choose` says, in windows of m tokens at most. Padding, of size 0, stands last in each."""
+    (batch, n), number = score.shape, windows.number
+    own = cut(n, number, score.device)
+    longest = own.place.shape[1]
+    at = windows.order[:, own.place.flatten()].view(-1, longest)  # (B * windows, m)
+    sizes = None if size is None else size.gather(1, at.view(batch, -1)).view_as(at)
+    real = own.real.expand(batch, -1, -1).reshape_as(at)
+    real = real if sizes is None else real & (sizes > 0)
+    scores = score.detach().float().gather(1, at.view(batch, -1)).view_as(at)
+    rank = ranking(scores.masked_fill(~real, -torch.inf), descending=True)  # the highest score of each first
+    at, scores, real = at.gather(1, rank), scores.gather(1, rank), real.gather(1, rank)
+    at = at.view(batch, -1)  # (B, windows * m)
+    x = pick(F.normalize(compared.detach().float(), dim=-1), at).unflatten(1, (number, longest))
+    blocks = row_blocks(number, longest**2)
+
+    def alike(some: slice) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.matmul(x[:, some], x[:, some].transpose(2, 3))  # (B, some, m, m)
+
+    tables = [alike(blocks[0])] if len(blocks) == 1 else None
+    before = [(alike(some) if tables is None else tables[0]).tril(-1).amax(3) for some in blocks]
+    far = (1 - torch.cat(before, 1)).clamp(min=NEAREST).view_as(scores)
+    importance = far.log() + score_weight * scores
+    if sizes is not None:
+        importance = importance + size_weight * sizes.gather(1, rank).log()
+    first = torch.arange(longest, device=at.device) == 0
+    importance = importance.masked_fill(first & real, torch.inf).view_as(at)
+    place = ranking(importance[:, own.slot], descending=True)
+    stay, go = own.slot[in_order(place[:, :count])], own.slot[place[:, count:]]  # in windows, end to end
+    stays = torch.zeros_like(at, dtype=torch.bool).scatter(1, stay, True)
+    there = stays.view(-1, number, 1, longest)
+    found = [
+        (alike(some) if tables is None else tables[0]).masked_fill(~there[:, some], -2.0).max(3) for some in blocks
+    ]
+    best = torch.cat([one.indices for one in found], 1).flatten(1).gather(1, go)  # in its window
+    likeness = torch.cat([one.values for one in found], 1).flatten(1).gather(1, go).clamp(min=-1)  # padding: none
+    number_of = stays.cumsum(1) - 1  # where in `stay` each is
+    target = number_of.gather(1, go // longest * longest + best).clamp(min=0)
+    return at.gather(1, stay), at.gather(1, go), target, likeness
+
+
 def _most_alike_before(x: torch.Tensor, rows: slice) -> torch.Tensor:
     """Return the largest cosine, at least 0, of each of some tokens and one that comes before it, (B, rows)."""
     alike = x[:, rows] @ x[:, : rows.stop].transpose(1, 2)  # (B, rows, columns)
     return alike.tril(rows.start - 1).amax(2)
 
 
-def comparisons(entering: int, leaving: int) -> int:
+def comparisons(entering: int, leaving: int, window: int | None = None) -> int:
     """Return how many pairs of tokens `choose` compares."""
+    number = number_of_windows(entering, window, most=leaving)
+    if number > 1:
+        pairs = ceil(entering / number) ** 2
+        return number * pairs * (1 if len(row_blocks(number, pairs)) == 1 else 2)
     blocks = row_blocks(entering, entering)
     if len(blocks) == 1:
         return entering**2

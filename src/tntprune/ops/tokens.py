@@ -32,6 +32,7 @@ class Tokens:
         grid_size: N, how many places the original grid has; 0 where nobody said so.
         block: The number of the block that they were in last; 0 is the embedding.
         logs: What `sized` found for some sizes, which may no longer be these.
+        grid: Rows and columns of the original grid; None where nobody said so.
     """
 
     x: torch.Tensor
@@ -43,6 +44,7 @@ class Tokens:
     grid_size: int = 0
     block: int = 0
     logs: SizeLogs | None = None
+    grid: tuple[int, int] | None = None
 
     @property
     def patches(self) -> torch.Tensor:
@@ -55,16 +57,17 @@ class Tokens:
         return self.x.shape[1] - self.prefix
 
 
-def start(x: torch.Tensor, prefix: int, follow: bool = False) -> Tokens:
+def start(x: torch.Tensor, prefix: int, follow: bool = False, grid: tuple[int, int] | None = None) -> Tokens:
     """Tokens as they leave the embedding.
 
     Args:
         x: (B, prefix + N, D).
         prefix: How many prefix tokens there are.
         follow: Also keep `carrier`.
+        grid: Rows and columns, N places in all, for what has to know them.
     """
     index = torch.arange(x.shape[1] - prefix, device=x.device).expand(x.shape[0], -1)  # (B, N)
-    return Tokens(x, index, prefix, carrier=index if follow else None, grid_size=index.shape[1])
+    return Tokens(x, index, prefix, carrier=index if follow else None, grid_size=index.shape[1], grid=grid)
 
 
 def sized(tokens: Tokens) -> Tokens:

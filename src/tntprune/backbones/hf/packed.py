@@ -73,7 +73,7 @@ def grouped(row: torch.Tensor, grids: Sequence[Grid], follow: bool) -> tuple[Gro
     found = []
     for grid in dict.fromkeys(grids):
         members = tuple(number for number, own in enumerate(grids) if own == grid)
-        found.append(Group(members, grid, start(torch.stack([images[number] for number in members]), 0, follow)))
+        found.append(Group(members, grid, start(torch.stack([images[number] for number in members]), 0, follow, grid)))
     return tuple(found)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tntprune.methods.checks import as_tuple, check, check_flags, check_words, is_int, is_number, options
-from tntprune.methods.config import Config, option
+from tntprune.methods.checks import as_tuple, check, check_flags, check_whole, check_words, is_int, is_number, options
+from tntprune.methods.config import WINDOW, Config, option
 from tntprune.methods.steps import Place, Step, Turn
 
 # The rows of the design's table: what each recipe fills in where an option is None.
@@ -61,6 +61,9 @@ class TNT(Config):
             the number of patches that it stands for to the power of `size_weight`. None: 0.5, or 0.25 with
             score="attention".
         size_weight: See `score_weight`.
+        window: Where tokens are merged, compare each one only with those near it, in windows of as many tokens as a
+            square of so many patches holds; 2 or larger. None compares all, which on large grids takes time. Where a
+            step leaves fewer tokens than there would be windows, there are as many windows as tokens are left.
         proportional: Merged tokens count in attention by their size, to a power that is learned for each block.
         similar: Tokens dropped for being similar to a kept one; 0 turns the step off. Where fewer can go (at most
             as many as stay), fewer go: the number that stays is always what `keep` or `tokens` says.
@@ -109,6 +112,7 @@ class TNT(Config):
         None, "when merging: weight of the score against similarity (0.5; 0.25 with --score attention)"
     )
     size_weight: float = option(1.0, "when merging: weight of the number of patches in a token")
+    window: int | None = option(None, WINDOW)
     proportional: bool = option(True, "weigh merged tokens in attention by their size")
     similar: int = option(0, "tokens removed for being similar to a kept one")
     similar_at: Literal["score", "start"] | None = option(
@@ -188,6 +192,9 @@ class TNT(Config):
             f"similar={self.similar}: with how='merge' what is similar is merged already; expected similar=0, or "
             "how='drop'",
         )
+        if self.window is not None:
+            check_whole("window", self.window, 2)
+            check(self.merges, f"window={self.window}: nothing is merged; expected None, or how='merge'")
         if 0 in (self.noise_blocks or ()):  # type: ignore[operator]
             keys = self.merges and self.metric == "mean"
             check(not keys, "noise_blocks: 0 given; no block has been seen there; expected 1 and up, or metric='x'")

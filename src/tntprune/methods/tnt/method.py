@@ -24,6 +24,7 @@ from tntprune.ops.attention import Heads
 from tntprune.ops.merging import choose, comparisons, fold, standardised
 from tntprune.ops.similarity import halves, remove_similar
 from tntprune.ops.tokens import Tokens, order, size_bias, take
+from tntprune.ops.windows import windows_of
 
 RAREST = 1e-9  # attention below it counts as this much: its logarithm is a number
 INITIAL = {"merge_weights": 0.4, "merge_gates": 1.5, "norm_corrections": 1.4, "powers": 0.6}
@@ -64,6 +65,7 @@ class TrainingNoise(ScoringMethod):
         self.options = config.resolved
         self.merges = config.merges
         self.proportional = config.merges and config.proportional
+        self.needs_grid = config.window is not None
         blocks = config.noisy(layout.depth)
         for block in blocks:
             if not (0 < block <= layout.depth if config.inside else block < layout.depth):
@@ -228,8 +230,9 @@ class TrainingNoise(ScoringMethod):
             assert heads is not None
             compared = heads.key[:, :, tokens.prefix :].float().mean(1)  # (B, n, head_dim)
         config, block = self.config, step.place.block
+        windows = windows_of(tokens, config.window, self.layout.grid, most=step.leaving)
         stay, go, target, likeness = choose(
-            score, compared, tokens.size, step.leaving, config.weight_of_score, config.size_weight
+            score, compared, tokens.size, step.leaving, config.weight_of_score, config.size_weight, windows
         )
         share = (self.number("merge_gates", block) * (likeness - 1)).exp()
         weight = (self.number("merge_weights", block) * score).exp()
@@ -253,7 +256,7 @@ class TrainingNoise(ScoringMethod):
         if self.config.merges:
             layout = self.layout
             width = layout.embed_dim if self.config.metric == "x" else layout.attn_dim // layout.heads
-            cost += comparisons(step.entering, step.leaving) * width
+            cost += comparisons(step.entering, step.leaving, self.config.window) * width
             return cost + (step.entering - step.leaving) * layout.embed_dim
         if step.leaving < step.ranked:
             first, second = halves(torch.arange(step.ranked))
