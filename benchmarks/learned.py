@@ -74,11 +74,6 @@ def loaded(folder: Path, **changes: Any) -> Reduce:
     return lambda model: load_(model, folder, **changes)
 
 
-def corrected(bench: Bench, make: Reduce) -> Reduce:
-    """Return what also corrects the model in closed form."""
-    return lambda model: calibrate_(make(model), bench.photos, correct="only", progress=False)
-
-
 def dtem(bench: Bench, budget: float) -> Reduce:
     """Let the same number of tokens go in each block; one training serves all budgets."""
     (make,) = constant(DTEM).values()
@@ -110,11 +105,9 @@ def tome(bench: Bench, budget: float) -> Reduce:
 
 METHODS: dict[str, Callable[[Bench, float], Reduce]] = {
     "TNT": tnt,
-    "TNT, corrected": lambda bench, budget: corrected(bench, tnt(bench, budget)),
-    "DiffRate": diffrate,
-    "DTEM": dtem,
     "ToMe": tome,
-    "ToMe, corrected": lambda bench, budget: corrected(bench, tome(bench, budget)),
+    "DTEM": dtem,
+    "DiffRate": diffrate,
 }
 
 
@@ -148,8 +141,8 @@ def main(data: Path, out: Path, page: Path = Path("docs/results/learned.md"), th
 PAGE = f"""# Methods that learn on a frozen model
 
 `{MODEL}` on {PHOTOS} photos of the ImageNet validation set; unpruned: top-1 {{top1:.1f}} %, {{gmacs:.3f}} GMACs. Each method learned from {DECODED:,}
-calibration photos without labels, with its default options. The model's own weights did not change, but in the rows
-with a [correction](correction.md).
+calibration photos without labels, with its default options. The model's own weights did not
+change.
 
 Written by `python benchmarks/learned.py --data ../shared/data --out runs/learned` on {{stamp}}.
 
