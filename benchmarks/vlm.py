@@ -21,7 +21,20 @@ import tyro
 from stamps import written
 from tntprune import TNT, Random, ToMe, TopK, calibrate_, load_, macs, reduce_, save
 from tntprune.system.environment import stamp
-from vlm_model import DEPTH, PATCHES, QUESTIONS, VALIDATION, WEIGHTS, Questions, accuracy, ask, load, publish, train
+from vlm_model import (
+    DEPTH,
+    LAYERS,
+    PATCHES,
+    QUESTIONS,
+    VALIDATION,
+    WEIGHTS,
+    Questions,
+    accuracy,
+    ask,
+    load,
+    publish,
+    train,
+)
 
 AT = 3  # the block of the tower at which tokens go
 RATES = (50, 25)  # percent of the visual tokens
@@ -145,6 +158,7 @@ def page(rows: dict[str, Any], training: dict[str, Any], images: int, seeds: int
         cells = " | ".join(f"{mean(row[name], kind):.1f}" for name in names)
         kinds.append(f"| {kind} | {rows['full'][kind]:.1f} | {cells} |")
     whole, part = rows["macs"]["100"], rows["macs"][f"tokens{least}TNT"]
+    behind = whole["prefill"] / LAYERS + part["prefill"] * (1 - 1 / LAYERS)  # FastV's first block has all tokens
     lost = rows["full"]["all"] - mean(row["TNT"])
     best = max((name for name in names if name != "TNT"), key=lambda name: mean(row[name]))
     ahead = mean(row["TNT"]) - mean(row[best])
@@ -175,8 +189,8 @@ Means over {seeds} seeds of TNT and of random drop (least to most). ToMe acts at
 first block of the language model (so it saves nothing in the tower), the others at block {AT}. TNT was calibrated on {pictures:,} other pictures without
 answers ({rows["calibration"][0]["steps"]} steps, {rows["calibration"][0]["seconds"]} s). Settings were chosen on {VALIDATION} further scans.
 
-A prompt at {least} %, with all tokens in brackets: {part["tower"] / 1e6:.1f} ({whole["tower"] / 1e6:.1f}) MMACs in the tower, {part["prefill"] / 1e6:.1f} ({whole["prefill"] / 1e6:.1f}) in the
-language model, {part["cache"] / 1024:.0f} ({whole["cache"] / 1024:.0f}) KiB of cache.
+MMACs of a prompt with all tokens: {whole["tower"] / 1e6:.1f} in the tower, {whole["prefill"] / 1e6:.1f} in the language model. At {least} %: {part["tower"] / 1e6:.1f} and {part["prefill"] / 1e6:.1f} with TNT,
+{whole["tower"] / 1e6:.1f} and {behind / 1e6:.1f} with FastV. Cache with TNT: {part["cache"] / 1024:.0f} of {whole["cache"] / 1024:.0f} KiB.
 
 **Limits.** One small model. A picture of one digit is only asked how many there are, so that count weighs more than a third.
 

@@ -25,6 +25,7 @@ from tntprune.demo.digits import CANVAS, FRAGMENT, FRAGMENTS, normalise, paste, 
 
 COLUMNS, DIGIT, NOTHING = 3, 20, 10  # at most one digit in each column; pixels; the name of what is no digit
 SIDE, PATCH, WIDTH, DEPTH = CANVAS, 8, 64, 6
+LAYERS = 3  # of the language model
 PATCHES = (SIDE // PATCH) ** 2
 VALIDATION = 200  # training scans on which settings were chosen, and nothing was trained
 # fmt: off
@@ -47,7 +48,7 @@ def build() -> LlavaForConditionalGeneration:
         "layer_norm_eps": 1e-6, "hidden_act": "gelu", "projection_dim": WIDTH,
     }  # fmt: skip
     text = {
-        "model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
         "intermediate_size": 3 * WIDTH, "vocab_size": len(WORDS), "max_position_embeddings": 256,
     }  # fmt: skip
     config = LlavaConfig(vision_config=vision, text_config={**text, **SPECIAL}, vision_feature_layer=-1, **SPECIAL)
