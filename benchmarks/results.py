@@ -51,6 +51,7 @@ from tntprune.data.folders import labelled_photos
 from tntprune.data.loading import Photos, collate
 from tntprune.data.transforms import input_mode, transform_for
 from tntprune.methods import Config, options, to_dict
+from tntprune.search.fitted import fitted
 from tntprune.system.clock import keep_memory
 from tntprune.system.environment import stamp
 from tntprune.system.precision import exact_head_
@@ -163,19 +164,6 @@ class Row:
         """Its name as a file name."""
         name = "unpruned" if self.entry is None else f"{self.entry.name} {self.where}"
         return "".join(c if c.isalnum() else "-" for c in name.lower())
-
-
-def fitted(model: nn.Module, several: Callable[[float], Config], target: float) -> Config:
-    """Return the config whose MACs come nearest to a number from below, by bisection of its rate to three decimals."""
-    low, high = 1, 1000
-    while low < high:
-        middle = (low + high + 1) // 2
-        if macs(reduce_(model, several(middle / 1000))).macs <= target:
-            low = middle
-        else:
-            high = middle - 1
-    restore_(model)
-    return several(low / 1000)
 
 
 def rows(model: nn.Module) -> list[Row]:
@@ -381,10 +369,11 @@ def readme(plan: list[Row], found: dict[str, Any]) -> str:
             f"| {title} | {half['top1']:.1f} | {half['speedup']:.2f} | {quarter['top1']:.1f} | {quarter['speedup']:.2f} |"
         )
     told = (
-        f"`{MODEL}` on 1,300 photos of the ImageNet validation set; unpruned top-1 {base['top1']:.1f} %. A patch token "
-        f"stands for one 16 x 16 patch. TNT and DynamicViT were trained on 1,000 other photos; the model itself was not. Speed on two CPU cores, batch {BATCH}, fp32."
+        f"`{MODEL}` on 1,300 photos of the ImageNet validation set; unpruned top-1 {base['top1']:.1f} %. Each patch token is "
+        "one square of 16 x 16 pixels. Only the scorers of TNT and DynamicViT were trained, on 1,000 other photos; the "
+        f"model's weights did not change. Speed on two CPU cores, batch {BATCH}, fp32: differences below a tenth are noise."
     )
-    return "\n".join([*lines, "", f"{told} [All methods](docs/results/comparison.md)."])
+    return "\n".join([*lines, "", f"{told} [All methods, and at equal MACs](docs/results/comparison.md)."])
 
 
 def fill_readme(text: str) -> None:

@@ -157,6 +157,8 @@ def line(things: Things, draw: random.Random) -> list[str]:
             things.hostile(flag, draw) if draw.random() < hostile else things.valid(flag, draw)
             for _ in range((many if flag.several else 1) * flag.values)
         ]
+        if flag.name == "--workers":  # a fork beside the threads that earlier lines left in this process may hang
+            values = ["0" if value.isdigit() and len(value) == 1 else value for value in values]
         words.append([*([flag.name] if flag.name else []), *values])
 
     for flag in flags:

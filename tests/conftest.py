@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, beside each other on few cores
 os.environ["HF_HUB_OFFLINE"] = "1"  # before timm is imported: the Hub's client answers at once that it is not there
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -90,6 +92,14 @@ def photos_for(model: Any, count: int = 3, seed: int = 1) -> torch.Tensor:
     """Random images of the model's own size."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, 3, *model.patch_embed.img_size, generator=generator)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Start each test from the same random numbers, whichever tests ran before it in its process."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(params=list(BACKBONES))

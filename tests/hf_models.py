@@ -201,19 +201,25 @@ WHOLE = ("clip", "siglip", "siglip2", "metaclip2", "aimv2", "owlvit", "owlv2")  
 WORDS = torch.tensor([[1, 7, 8, 2], [1, 9, 11, 2]])
 
 
-def make(kind: str, attention: str = "sdpa") -> Any:
+def perturbed(build: Callable[[], Any], attention: str = "sdpa") -> Any:
     """A random model in eval mode, the same at every call, with nothing at its initial zeros."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = KINDS[kind]()
+        model = build()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     model.set_attn_implementation(attention)
+    return model.eval()
+
+
+def make(kind: str, attention: str = "sdpa") -> Any:
+    """A random model of a kind, see `perturbed`."""
+    model = perturbed(KINDS[kind], attention)
     for module in model.modules():  # transformers keeps it, and cannot train with what inference mode has made
         if isinstance(module, BeitRelativePositionBias):
             module.generate_relative_position_index(module.window_size)
-    return model.eval()
+    return model
 
 
 def photos_for(kind: str, count: int = 3, size: tuple[int, int] | None = None) -> torch.Tensor:

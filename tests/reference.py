@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from tntprune import record, reduce_
 from tntprune.backbones.base import tower_of
 from tntprune.backbones.blocks import Inside
 
@@ -169,3 +170,28 @@ def folded(
         tokens.append(mean * min(4.0, (long / math.dist(mean, [0.0] * len(mean))) ** lift))
         sizes.append(sum(patches))
     return torch.stack(tokens), sizes
+
+
+def check_whole(reduced, images: torch.Tensor, expected) -> None:
+    """Compare the logits of a reduced model and where its merged tokens went with those of loops.
+
+    Args:
+        reduced: The model.
+        images: (B, C, H, W).
+        expected: For each image the logits, and by block the token that carries each patch.
+    """
+    with torch.inference_mode(), record(reduced) as trace:
+        logits = reduced(images)
+    torch.testing.assert_close(logits, torch.stack([e[0] for e in expected]), atol=1e-5, rtol=1e-5)
+    assert trace.carrier.keys() == expected[0][1].keys()
+    for block, carrier in trace.carrier.items():
+        assert carrier.tolist() == [e[1][block] for e in expected]
+
+
+def check_equal_tokens(model, config) -> None:
+    """Check that a token of size s counts like s equal ones: equal patches give what they give unmerged."""
+    images = torch.rand(2, 3, 1, 1).expand(2, 3, 32, 32)
+    with torch.inference_mode():
+        model.pos_embed.zero_()
+        expected = model(images)
+        torch.testing.assert_close(reduce_(model, config)(images), expected, atol=1e-5, rtol=1e-5)

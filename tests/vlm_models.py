@@ -34,6 +34,8 @@ from transformers import (
     VipLlavaForConditionalGeneration,
 )
 
+from hf_models import perturbed
+
 IMAGE, PAD, WORDS = 98, 0, 99  # tokens, and how many there are
 VISION: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32,
@@ -163,15 +165,8 @@ def usual(kinds: Iterable[str]) -> list[Any]:
 
 
 def make(kind: str, attention: str = "sdpa") -> Any:
-    """A random model in eval mode, the same at every call, with nothing at its initial zeros."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = {**KINDS, **PACKED}[kind]()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.set_attn_implementation(attention)
-    return model.eval()
+    """A random model of a kind, see `perturbed`."""
+    return perturbed({**KINDS, **PACKED}[kind], attention)
 
 
 def placeholders(kind: str, model: Any) -> int:

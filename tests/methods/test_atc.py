@@ -10,8 +10,8 @@ from timm.models.vision_transformer import ParallelScalingBlock, VisionTransform
 
 from configs import first
 from conftest import SMALL, make, photos_for
-from reference import cosine, first_half
-from tntprune import ATC, UsageError, UserError, macs, record, reduce_
+from reference import check_equal_tokens, check_whole, cosine, first_half
+from tntprune import ATC, UsageError, UserError, macs, reduce_
 from tntprune.backbones.attach import reduction_of
 from tntprune.methods.atc import AgglomerativeClustering, clusters
 from tntprune.methods.base import Layout
@@ -85,12 +85,7 @@ def test_whole_models_equal_the_loops(kind, name):
     images = photos_for(model, 1)
     with torch.inference_mode():
         expected = [naive(model, image, WHOLE[name]) for image in images]
-        with record(model) as trace:
-            logits = model(images)
-    torch.testing.assert_close(logits, torch.stack([e[0] for e in expected]), atol=1e-5, rtol=1e-5)
-    assert trace.carrier.keys() == expected[0][1].keys()
-    for block, carrier in trace.carrier.items():
-        assert carrier.tolist() == [e[1][block] for e in expected]
+    check_whole(model, images, expected)
 
 
 def distances(count, n, seed):
@@ -151,13 +146,7 @@ def test_one_step_equals_the_loops(n, prefix, seed, data):
 @pytest.mark.parametrize("kind", ["plain", "avg_with_cls", "no_cls", "map_pool"])
 def test_equal_tokens_merge_without_a_trace(kind, linkage):
     """A token of size s counts like s equal ones: an image of equal patches comes out as if nothing was merged."""
-    model = make(kind)
-    images = torch.rand(2, 3, 1, 1).expand(2, 3, 32, 32)
-    with torch.inference_mode():
-        model.pos_embed.zero_()
-        expected = model(images)
-        merging = reduce_(model, ATC(at=(2, 4), keep=0.6, linkage=linkage))(images)
-        torch.testing.assert_close(merging, expected, atol=1e-5, rtol=1e-5)
+    check_equal_tokens(make(kind), ATC(at=(2, 4), keep=0.6, linkage=linkage))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

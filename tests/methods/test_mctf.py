@@ -12,8 +12,8 @@ from timm.models.vision_transformer import ParallelScalingBlock, VisionTransform
 
 from configs import first
 from conftest import SMALL, make, photos_for
-from reference import cosine, first_half
-from tntprune import MCTF, ToMe, UsageError, UserError, macs, record, reduce_
+from reference import check_equal_tokens, check_whole, cosine, first_half
+from tntprune import MCTF, ToMe, UsageError, UserError, macs, reduce_
 from tntprune.backbones.attach import reduction_of
 from tntprune.methods.base import Layout
 from tntprune.methods.mctf import MultiCriteriaFusion, match
@@ -132,12 +132,7 @@ def test_whole_models_equal_the_loops(kind, name):
     images = photos_for(model, 2)
     with torch.inference_mode():
         expected = [naive(model, image, WHOLE[name]) for image in images]
-        with record(model) as trace:
-            logits = model(images)
-    torch.testing.assert_close(logits, torch.stack([e[0] for e in expected]), atol=1e-5, rtol=1e-5)
-    assert trace.carrier.keys() == expected[0][1].keys()
-    for block, carrier in trace.carrier.items():
-        assert carrier.tolist() == [e[1][block] for e in expected]
+    check_whole(model, images, expected)
 
 
 def looked_at(n, prefix, seed):
@@ -210,12 +205,7 @@ def test_it_is_tome_where_only_likeness_counts():
 @pytest.mark.parametrize("kind", ["plain", "distilled", "avg_with_cls", "no_cls", "map_pool"])
 def test_equal_tokens_merge_without_a_trace(kind):
     """A token of size s counts like s equal ones: an image of equal patches comes out as if nothing was fused."""
-    model = make(kind)
-    images = torch.rand(2, 3, 1, 1).expand(2, 3, 32, 32)
-    with torch.inference_mode():
-        model.pos_embed.zero_()
-        expected = model(images)
-        torch.testing.assert_close(reduce_(model, MCTF(r=9))(images), expected, atol=1e-5, rtol=1e-5)
+    check_equal_tokens(make(kind), MCTF(r=9))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import SMALL, make, photos_for
 from merging_reference import Token, merged_to, naive
-from tntprune import PiToMe, UserError, macs, record, reduce_
+from reference import check_whole
+from tntprune import PiToMe, UserError, macs, reduce_
 from tntprune.methods.pitome import energy, match_by_energy
 from tntprune.ops import tokens as ops
 from tntprune.ops.tokens import start
@@ -38,13 +39,7 @@ def test_whole_models_equal_the_loops(kind, name):
     images = photos_for(model, 2)
     with torch.inference_mode():
         expected = [naive(model, image, config, r, margins=MARGINS) for image in images]
-        reduce_(model, config)
-        with record(model) as trace:
-            logits = model(images)
-    torch.testing.assert_close(logits, torch.stack([e[0] for e in expected]), atol=1e-5, rtol=1e-5)
-    assert {block: carrier.tolist() for block, carrier in trace.carrier.items()} == {
-        block: [e[1][block] for e in expected] for block in expected[0][1]
-    }
+    check_whole(reduce_(model, config), images, expected)
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import SMALL, make, photos_for
 from merging_reference import naive
-from tntprune import ToFu, ToMe, UsageError, UserError, macs, record, reduce_
+from reference import check_equal_tokens, check_whole
+from tntprune import ToFu, ToMe, UsageError, UserError, macs, reduce_
 from tntprune.backbones.attach import reduction_of
 from tntprune.ops.tokens import start
 
@@ -32,13 +33,7 @@ def test_whole_models_equal_the_loops(kind, name):
     r = {block: one for block, one in r.items() if config.inside or block < 6}
     with torch.inference_mode():
         expected = [naive(model, image, config, r, averages) for image in images]
-        reduce_(model, config)
-        with record(model) as trace:
-            logits = model(images)
-    torch.testing.assert_close(logits, torch.stack([e[0] for e in expected]), atol=1e-5, rtol=1e-5)
-    assert {block: carrier.tolist() for block, carrier in trace.carrier.items()} == {
-        block: [e[1][block] for e in expected] for block in expected[0][1]
-    }
+    check_whole(reduce_(model, config), images, expected)
 
 
 @torch.inference_mode()
@@ -73,13 +68,7 @@ def test_pruning_costs_no_sum():
 @pytest.mark.parametrize("merge_from", [1, None, 7])
 def test_equal_tokens_go_without_a_trace(merge_from):
     """A token that stays counts for those that went: an image of equal patches comes out as if none did."""
-    model = make("avg_with_cls")
-    images = torch.rand(2, 3, 1, 1).expand(2, 3, 32, 32)
-    with torch.inference_mode():
-        model.pos_embed.zero_()
-        expected = model(images)
-        fused = reduce_(model, ToFu(r=9, merge_from=merge_from))(images)
-    torch.testing.assert_close(fused, expected, atol=1e-5, rtol=1e-5)
+    check_equal_tokens(make("avg_with_cls"), ToFu(r=9, merge_from=merge_from))
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "all"])

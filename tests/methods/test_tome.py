@@ -16,6 +16,7 @@ from timm.models.vision_transformer import ParallelScalingBlock, VisionTransform
 import tntprune
 from conftest import SMALL, make, photos_for
 from merging_reference import Token, merged, merged_to, naive, norm
+from reference import check_whole
 from tntprune import ToMe, UsageError, UserError, load_, macs, record, reduce_, save
 from tntprune.backbones.attach import reduction_of
 from tntprune.methods import Combination, Random, from_dict, implementation, to_dict
@@ -46,13 +47,7 @@ def test_whole_models_equal_the_loops(kind, name):
     images = photos_for(model, 2)
     with torch.inference_mode():
         expected = [naive(model, image, config, r) for image in images]
-        reduce_(model, config)
-        with record(model) as trace:
-            logits = model(images)
-    torch.testing.assert_close(logits, torch.stack([e[0] for e in expected]), atol=1e-5, rtol=1e-5)
-    assert trace.carrier.keys() == expected[0][1].keys()
-    for block, carrier in trace.carrier.items():
-        assert carrier.tolist() == [e[1][block] for e in expected]
+    check_whole(reduce_(model, config), images, expected)
 
 
 def method_for(config, prefix, patches, width=6):

@@ -161,7 +161,7 @@ def test_token_maps_are_made_of_the_blocks_that_were_trained_for(tmp_path, monke
 
     model = timm.create_model("test_vit", num_classes=7).eval()
     loaded = timm.create_model("test_vit", num_classes=7).eval()
-    monkeypatch.setattr("tntprune.cli.flags.Host.load", lambda *_: loaded)
+    monkeypatch.setattr("tntprune.cli.flags.HostFlags.load", lambda *_: loaded)
     monkeypatch.setattr("tntprune.cli.report.BLOCKS", (1, 2, 3))
     save(reduce_(model, TNT(at=3, keep=0.5, **options)), tmp_path / "run")
     for name in ("one.png", "two.png"):

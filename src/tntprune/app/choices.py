@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from tntprune.errors import UsageError, UserError
 from tntprune.methods import Config, all_methods, obstacle_to, options
 from tntprune.methods.text import as_flags, as_python
 from tntprune.reduce import reduce_
+from tntprune.search.fitted import fitted
 from tntprune.serialization.checkpoint import load_, read
 from tntprune.serialization.pretrained import PRETRAINED
 
@@ -30,7 +30,7 @@ DEPTH = 12  # of the models for which the methods' papers name their blocks
 
 
 @dataclass(frozen=True)
-class Reduced:
+class ReducedChoice:
     """A model with a reduction.
 
     Args:
@@ -81,7 +81,7 @@ class ExploredModel:
         first = self.saved.method if self.saved is not None else ""
         return {**({first: titles[first]} if first in titles else {}), **titles}
 
-    def reduced(self, method: str, share: float) -> Reduced:
+    def reduced(self, method: str, share: float) -> ReducedChoice:
         """Put a method on a model that shares the weights, at the rate whose MACs come nearest to a budget from below.
 
         Args:
@@ -97,17 +97,13 @@ class ExploredModel:
             saved if saved is not None else kind(**_places(kind, find_backbone(self.model).layout(self.model).depth))
         )
         twin, base = twin_of(self.model), macs(self.model).macs
-
-        def cost(step: int) -> float:
-            return macs(reduce_(twin, start.changed(keep=step / STEPS))).macs / base
-
-        step = _largest(cost, share)
-        config, over = start.changed(keep=step / STEPS), cost(step) > share
+        config = fitted(twin, lambda keep: start.changed(keep=keep), (share + 1e-9) * base, STEPS)
+        over = macs(reduce_(twin, config)).macs / base > share
         if saved is not None:
-            return Reduced(config, load_(twin, self.source, keep=step / STEPS), over, self.source)
-        return Reduced(config, reduce_(twin, config), over)
+            return ReducedChoice(config, load_(twin, self.source, keep=config.given[0]), over, self.source)
+        return ReducedChoice(config, twin, over)
 
-    def python(self, reduced: Reduced) -> str:
+    def python(self, reduced: ReducedChoice) -> str:
         """Return the Python code that makes a reduced model."""
         own = self.name in ("digits_vit", "vit16") or self.name.startswith(HF)
         path = [] if self.weights is None else ["from pathlib import Path", ""]
@@ -123,7 +119,7 @@ class ExploredModel:
             lines.append(f"tntprune.reduce_(model, tntprune.{as_python(reduced.config)})")
         return "\n".join([*lines, "print(tntprune.macs(model))"])
 
-    def command(self, reduced: Reduced) -> str:
+    def command(self, reduced: ReducedChoice) -> str:
         """Return the command that draws the kept tokens of a photo."""
         flags = f"--reducer {quote(reduced.source)} --keep {reduced.config.given[0]}" if reduced.source else ""
         weights = "" if self.weights is None else f" --weights {quote(str(self.weights))}"
@@ -153,12 +149,3 @@ def _places(kind: type[Config], depth: int) -> dict[str, int | tuple[int, ...]]:
     if max(blocks) < depth:
         return {"at": default}
     return {"at": tuple(sorted({max(1, min(depth - 1, round(block * depth / DEPTH))) for block in blocks}))}
-
-
-def _largest(cost: Callable[[int], float], share: float) -> int:
-    """Return the largest of 1 to `STEPS` whose cost is at most a share, by bisection; 1 if there is none."""
-    low, high = 1, STEPS
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if cost(middle) <= share + 1e-9 else (low, middle - 1)
-    return low

@@ -15,7 +15,7 @@ from torch import nn
 from tntprune.analysis.macs import Macs, macs
 from tntprune.analysis.record import record
 from tntprune.analysis.scores import record_scores
-from tntprune.app.choices import ExploredModel, Reduced
+from tntprune.app.choices import ExploredModel, ReducedChoice
 from tntprune.backbones.attach import reduction_of
 from tntprune.backbones.base import find_backbone
 from tntprune.data.images import read_image
@@ -82,7 +82,7 @@ def view(photo: Path, model: nn.Module) -> View:
 
 
 @torch.inference_mode()
-def outcome(explored: ExploredModel, reduced: Reduced, seen: View) -> Outcome:
+def outcome(explored: ExploredModel, reduced: ReducedChoice, seen: View) -> Outcome:
     """Run a photo through a model and its reduced form.
 
     Args:
@@ -117,7 +117,7 @@ def outcome(explored: ExploredModel, reduced: Reduced, seen: View) -> Outcome:
     )  # fmt: skip
 
 
-def _note(reduced: Reduced, calibrated: bool) -> str:
+def _note(reduced: ReducedChoice, calibrated: bool) -> str:
     notes = []
     if not calibrated:
         notes.append(

@@ -7,7 +7,6 @@ every block and every attention called as the unpruned model calls them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,6 @@ from tntprune.methods.base import Method
 from tntprune.methods.steps import BlockPlan
 from tntprune.ops.attention import Heads
 from tntprune.ops.tokens import Tokens
-
-Half = Callable[[torch.Tensor], torch.Tensor]
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from tntprune.cli.console import tell
-from tntprune.cli.flags import GROUP, Host, Json, Model, OnBadImage, Reduction, Workers, flag
+from tntprune.cli.flags import GROUP, HostFlags, Json, Model, OnBadImage, Reduction, Workers, flag
 from tntprune.system.flags import Whole, Written
 from tntprune.system.messages import warn
 
@@ -20,7 +20,7 @@ def embed(
     photos: Annotated[tyro.conf.Positional[Path], flag("a folder of photos, with or without subfolders", "DIR")],
     out: Annotated[Path, flag("folder for vectors.npy, files.txt and index.json", "DIR"), Written()],
     reduction: Annotated[Reduction, GROUP] = Reduction(),
-    host: Annotated[Host, GROUP] = Host(),
+    host: Annotated[HostFlags, GROUP] = HostFlags(),
     dtype: Annotated[Literal["float32", "float16"], flag("type of the numbers in vectors.npy")] = "float32",
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"], flag("precision of the forward pass; bf16 and fp16 by autocast")

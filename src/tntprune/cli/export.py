@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tntprune.cli.console import tell
-from tntprune.cli.flags import GROUP, Host, ImgSize, Json, Model, Reduction, Weights, flag
+from tntprune.cli.flags import GROUP, HostFlags, ImgSize, Json, Model, Reduction, Weights, flag
 from tntprune.errors import UsageError, UserError
 from tntprune.system.flags import MAX_BATCH, Whole, Written
 from tntprune.system.units import unit_of
@@ -53,7 +53,7 @@ def export(
         raise UsageError("--dtype int8 needs photos to measure ranges on; expected --data DIR")
     for file in files(out, to):
         check_output(file, [weights, data, *files_of(reduction.reducer)])
-    built = reduction.apply(Host(weights=weights, img_size=img_size).load(model))
+    built = reduction.apply(HostFlags(weights=weights, img_size=img_size).load(model))
     if data is not None and class_list(built) is None and len(names := class_folders(data)) == classes_of(built) > 0:
         name_classes(built, names)
     checked: list[Photo] = []

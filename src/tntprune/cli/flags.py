@@ -66,7 +66,7 @@ class Sources:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class HostFlags:
     """How a model is loaded."""
 
     weights: Weights = None

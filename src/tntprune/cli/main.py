@@ -30,7 +30,7 @@ SMALLER = ("batch_size", "batch_sizes", "micro_batches", "together", "workers", 
 RESUMED = (["sweep"], ["paper"], ["embed"])  # commands that go on where they stopped
 ABOUT = """Faster vision transformers: remove or merge tokens that they do not need.
 
-Exit codes: 0 done, 1 something given cannot be used, 2 wrong usage, 3 done but some images were skipped,
+Exit codes: 0 done, 1 something given cannot be used, 2 wrong usage, 3 done but photos or settings were skipped,
 130 interrupted by Ctrl-C, or a training by SIGTERM."""
 
 
@@ -132,14 +132,16 @@ def _parse(given: list[str]) -> Callable[[], int]:
 
     name, errors = given[0], io.StringIO()
     if name not in COMMANDS and not name.startswith("-"):
-        raise UsageError(f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}; see tntprune --help")
+        near = difflib.get_close_matches(name, COMMANDS, n=1) or ["train"] * (name == "calibrate")
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise UsageError(f"unknown command {name!r}{meant}; expected one of {', '.join(COMMANDS)}; see tntprune --help")
     prog = f"tntprune {name}" if name in COMMANDS else "tntprune"
     try:
         with contextlib.redirect_stderr(errors), _readable_width(), _short_help(given):
             if name in COMMANDS:
                 return tyro.cli(_later(COMMANDS[name]), prog=prog, args=given[1:], config=PARSING, registry=VALUES)
             return tyro.extras.subcommand_cli_from_dict(  # type: ignore[no-any-return]
-                {name: _later(command) for name, command in COMMANDS.items()},
+                {name: _later(command, brief=True) for name, command in COMMANDS.items()},
                 prog=prog, description=ABOUT, args=given, config=PARSING, registry=VALUES,
             )  # fmt: skip
     except SystemExit as end:
@@ -191,14 +193,21 @@ def _readable_width() -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
-def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
-    """Make a command that checks its flags when it is parsed, and runs when the result is called."""
+def _later(command: Callable[..., int], brief: bool = False) -> Callable[..., Callable[[], int]]:
+    """Make a command that checks its flags when it is parsed, and runs when the result is called.
+
+    Args:
+        command: The command.
+        brief: Let its help be no more than the first paragraph.
+    """
 
     @functools.wraps(command)
     def parsed(**options: Any) -> Callable[[], int]:
         check_flags(command, options)
         return functools.partial(command, **options)
 
+    if brief:
+        parsed.__doc__ = (command.__doc__ or "").split("\n\n")[0]
     return parsed
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from tntprune.cli.console import tell
-from tntprune.cli.flags import GROUP, Host, Json, Model, Reduction, flag
+from tntprune.cli.flags import GROUP, HostFlags, Json, Model, Reduction, flag
 from tntprune.cli.options import MethodOptions
 from tntprune.errors import UsageError
 from tntprune.system.flags import Written
@@ -22,7 +22,7 @@ def push(
         flag("labelled photos to measure on, for the model card", "DIR"),
     ] = None,
     reduction: MethodOptions = MethodOptions(),
-    host: Annotated[Host, GROUP] = Host(),
+    host: Annotated[HostFlags, GROUP] = HostFlags(),
     private: Annotated[bool, flag("make a new repository private")] = False,
     message: Annotated[str | None, flag("commit message", "TEXT"), Written()] = None,
     license: Annotated[str | None, flag("licence, such as apache-2.0 (the model's)", "ID"), Written()] = None,

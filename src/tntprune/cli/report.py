@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from tntprune.cli.console import tell
-from tntprune.cli.flags import Device, Host, Json, Weights, flag
+from tntprune.cli.flags import Device, HostFlags, Json, Weights, flag
 from tntprune.errors import UsageError, UserError
 from tntprune.system.flags import Written
 
@@ -78,7 +78,7 @@ def report(
         check_output(file, [*results, *maps, *photos, weights, *files_of(reducer)])
     drawn = [(path.stem.replace("_", " ").replace("-", " "), _bytes(path)) for path in maps]
     if model and reducer:
-        drawn.append(_maps(model, Host(weights=weights, device=device), reducer, photos))
+        drawn.append(_maps(model, HostFlags(weights=weights, device=device), reducer, photos))
     lead = f"{len(rows)} settings from {', '.join(path.name for path in results)}."
     made = build(rows, title, lead, drawn)
     written = []
@@ -119,7 +119,7 @@ def _bytes(path: Path) -> bytes:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a picture") from None
 
 
-def _maps(model: str, host: Host, reducer: str, photos: tuple[Path, ...]) -> tuple[str, bytes]:
+def _maps(model: str, host: HostFlags, reducer: str, photos: tuple[Path, ...]) -> tuple[str, bytes]:
     """Draw the paper's figure of token maps: its caption and a PNG."""
     from tntprune.methods.learned import blocks_of
     from tntprune.report.draw import photo_maps, row_titles, sheet

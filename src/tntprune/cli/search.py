@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tntprune.bench import DType
 from tntprune.cli.console import tell
-from tntprune.cli.flags import GROUP, Host, Json, Model, Reducer, Seed, Workers, flag
+from tntprune.cli.flags import GROUP, HostFlags, Json, Model, Reducer, Seed, Workers, flag
 from tntprune.errors import UsageError
 from tntprune.system.flags import MANY, MAX_BATCH, Whole, Within, Written
 
@@ -55,7 +55,7 @@ def search(
     ] = None,
     batch_size: Annotated[int, flag("images at a time, for --latency and --speedup"), Whole(1, MAX_BATCH)] = 1,
     dtype: Annotated[DType, flag("precision, for --latency and --speedup")] = "fp32",
-    host: Annotated[Host, GROUP] = Host(),
+    host: Annotated[HostFlags, GROUP] = HostFlags(),
     workers: Workers = None,
     seed: Seed = 0,
     json: Json = False,
@@ -119,7 +119,9 @@ def search(
     return 0
 
 
-def _opened(model: str, host: Host, flags: Reducer) -> tuple[nn.Module, Config | None, nn.Module | None, Path | None]:
+def _opened(
+    model: str, host: HostFlags, flags: Reducer
+) -> tuple[nn.Module, Config | None, nn.Module | None, Path | None]:
     """Load the model, with its reducer if there is one.
 
     Returns:
@@ -141,7 +143,7 @@ def _opened(model: str, host: Host, flags: Reducer) -> tuple[nn.Module, Config |
     return load_(loaded, flags.reducer, **options), None, base, tuned
 
 
-def _next(model: str, host: Host, out: Path, picture: Path) -> str:
+def _next(model: str, host: HostFlags, out: Path, picture: Path) -> str:
     """Say where the plan is, and what to type next."""
     words = ["tntprune", "eval", model]
     words += [] if host.weights is None else ["--weights", str(host.weights)]

@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from tntprune.cli.console import tell
-from tntprune.cli.flags import GROUP, Host, Json, Model, Reduction, Seed, flag
+from tntprune.cli.flags import GROUP, HostFlags, Json, Model, Reduction, Seed, flag
 from tntprune.errors import UsageError, UserError
 from tntprune.system.flags import Written
 
@@ -18,7 +18,7 @@ def show(
     photos: Annotated[tyro.conf.Positional[tuple[Path, ...]], flag("photos, one row each", "PHOTO...")],
     out: Annotated[Path, flag("the picture to write", "PNG"), Written()],
     reduction: Annotated[Reduction, GROUP] = Reduction(),
-    host: Annotated[Host, GROUP] = Host(),
+    host: Annotated[HostFlags, GROUP] = HostFlags(),
     each: Annotated[bool, flag("remove tokens at one location at a time, as in the paper's figures")] = False,
     seed: Seed = 0,
     json: Json = False,

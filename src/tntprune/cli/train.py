@@ -11,7 +11,7 @@ from tntprune.cli.flags import (
     GROUP,
     Classifier,
     Device,
-    Host,
+    HostFlags,
     ImgSize,
     Json,
     Model,
@@ -69,7 +69,7 @@ class RunFlags(Sources):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained(Reduction):
+class TrainedFlags(Reduction):
     """What is trained, or what a model is fine-tuned under."""
 
     method: Annotated[str | None, flag("method to train (tnt), or with --unfreeze to fine-tune for", "NAME")] = None
@@ -82,7 +82,7 @@ def train(
         flag("photos, in class folders if the loss needs labels; or hfds/NAME, hfids/NAME, wds/DIR, torch/NAME", "DIR"),
     ],
     out: Annotated[Path, flag("folder for the reducer, the log and checkpoints", "RUN"), Written()],
-    reduction: Annotated[Trained, GROUP] = Trained(),
+    reduction: Annotated[TrainedFlags, GROUP] = TrainedFlags(),
     preset: Annotated[
         Literal["none", "short", "published"],
         flag(
@@ -92,7 +92,7 @@ def train(
     ] = "none",
     training: TrainingFlags = TrainingFlags(),
     run: Annotated[RunFlags, GROUP] = RunFlags(),
-    host: Annotated[Host, GROUP] = Host(),
+    host: Annotated[HostFlags, GROUP] = HostFlags(),
     classifier: Classifier = True,
     correct: Annotated[
         bool,

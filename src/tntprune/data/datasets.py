@@ -17,6 +17,7 @@ from tntprune.data.photo import Photo, PhotoList
 from tntprune.data.streams import Stream, items_of_shards, number_of, plain_file, remote_items
 from tntprune.errors import UsageError, UserError
 from tntprune.methods.checks import is_int
+from tntprune.system.messages import first_line
 
 NEEDS = {"hfds": "datasets", "hfids": "datasets", "wds": "webdataset", "torch": "torchvision"}
 EXPECTED = {
@@ -111,8 +112,7 @@ def _open(spec: str, kind: str, name: str, split: str, root: Path | None, sample
     try:
         opened = create_dataset(spec, split=split, root=name if kind == "wds" else root, **where)
     except Exception as error:  # each library raises its own
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{spec}: {split} cannot be opened ({reason[:200]}); {EXPECTED[kind]}") from None
+        raise UserError(f"{spec}: {split} cannot be opened ({first_line(error)}); {EXPECTED[kind]}") from None
     finally:
         logger.setLevel(level)
     if kind == "wds" and not opened.reader.num_samples:

@@ -9,6 +9,7 @@ from PIL import Image
 
 from tntprune.backbones.base import find_backbone
 from tntprune.errors import UserError
+from tntprune.system.messages import first_line
 
 
 class Processor:
@@ -33,9 +34,8 @@ class Processor:
                 self.source, revision=getattr(model.config, "_commit_hash", None), trust_remote_code=False
             )
         except Exception as error:  # no such file, no network, an unknown kind: each has its own
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(
-                f"{self.source}: its image processor cannot be loaded ({reason[:120]}); expected "
+                f"{self.source}: its image processor cannot be loaded ({first_line(error)}); expected "
                 "preprocessor_config.json beside the model, or images in a tensor or a DataLoader"
             ) from None
         self.mode = "L" if find_backbone(model).input_size(model)[0] == 1 else "RGB"

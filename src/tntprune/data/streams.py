@@ -10,6 +10,7 @@ from typing import Any
 
 from tntprune.data.photo import Photo
 from tntprune.errors import UserError
+from tntprune.system.messages import first_line
 
 BUFFER = 2000  # photos among which the next one is drawn; about 200 MB of ImageNet's
 Item = tuple[str, bytes, Any]  # a name, the bytes of an image, its label
@@ -51,8 +52,7 @@ class Stream:
             except UserError:
                 raise
             except Exception as error:  # what tar, the network and the libraries raise
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                raise UserError(f"{self.name}: breaks off after {count} photos ({reason[:200]})") from None
+                raise UserError(f"{self.name}: breaks off after {count} photos ({first_line(error)})") from None
             yield Photo(Path(name), -1 if self.numbers is None else number_of(label, self.numbers, name), data)
 
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from tntprune.methods.base import Method
-from tntprune.methods.checks import as_tuple, check, check_flags, check_words, is_number
-from tntprune.methods.config import Config, option
+from tntprune.methods.checks import as_tuple, check, check_flags, is_number
+from tntprune.methods.config import option
 from tntprune.methods.steps import Plan, Step, Turn, ceiled
-from tntprune.methods.topk import readers, received
+from tntprune.methods.topk import Attended, readers, received
 from tntprune.ops.attention import Heads
 from tntprune.ops.tokens import Tokens, append, pick, ranking, take
 
 
 @dataclass(frozen=True)
-class EViT(Config):
+class EViT(Attended):
     """EViT (Liang et al., ICLR 2022): Top-K, and one more token that sums up those that were dropped.
 
     Shares are rounded up and taken of the patch tokens that arrive, an earlier fused token among them; the fused token
@@ -44,10 +43,6 @@ class EViT(Config):
 
     at: int | Sequence[int] | None = option((4, 7, 10), "block or blocks at which tokens are removed")
     keep: float | Sequence[float] | None = option(None, "share of the patch tokens kept at each location (0.7)")
-    inside: bool = option(True, "act between attention and MLP instead of after the block")
-    rows: Literal["cls", "mean"] = option(
-        "cls", "rank by the CLS token's attention, or its mean with the distillation's"
-    )
     fuse: bool = option(True, "add the dropped tokens, weighted by attention, as one token")
     normalise: bool = option(False, "let the weights of the dropped tokens sum to 1")
     anneal: Sequence[float] | None = option(
@@ -56,22 +51,12 @@ class EViT(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flags(self, "inside", "fuse", "normalise")
-        check_words(self, "rows")
-        check(self.locations[0] > 0, "at=0: no block has been seen whose attention could rank; expected 1 or larger")
+        check_flags(self, "fuse", "normalise")
         if self.anneal is not None:
             object.__setattr__(self, "anneal", as_tuple(self.anneal))
             good = len(self.anneal) == 2 and all(is_number(share) for share in self.anneal)
             good = good and 0 <= self.anneal[0] < self.anneal[1] <= 1
             check(good, f"anneal={self.anneal}: expected two ascending shares of the training, such as 0 0.5")
-
-    @property
-    def reads(self) -> bool:
-        return True
-
-    @property
-    def is_inside(self) -> bool:
-        return self.inside
 
     def stay(self, turn: Turn, count: int) -> int:
         """Patch tokens that stay of `count`, without the fused one: shares are rounded up."""

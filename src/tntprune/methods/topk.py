@@ -20,18 +20,13 @@ from tntprune.ops.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class TopK(Config):
-    """Top-K: the patches to which the CLS token attends most stay (the TNT paper's baseline, without fusion).
-
-    Shares are truncated, and taken of the patches that arrive.
+class Attended(Config):
+    """What Top-K and EViT have in common: prefix tokens' attention ranks the patches.
 
     Args:
-        inside: Drop between the block's attention and its MLP, as the TNT paper ran it; else after the block.
+        inside: Act between the block's attention and its MLP; else after the block.
         rows: Whose attention ranks: the "cls" token's, or the "mean" of the CLS and the distillation token's.
     """
-
-    method = "topk"
-    title = "Top-K"
 
     inside: bool = option(True, "act between attention and MLP instead of after the block")
     rows: Literal["cls", "mean"] = option(
@@ -51,6 +46,21 @@ class TopK(Config):
     @property
     def is_inside(self) -> bool:
         return self.inside
+
+
+@dataclass(frozen=True)
+class TopK(Attended):
+    """Top-K: the patches to which the CLS token attends most stay (the TNT paper's baseline, without fusion).
+
+    Shares are truncated, and taken of the patches that arrive.
+
+    Args:
+        inside: Drop between the block's attention and its MLP, as the TNT paper ran it; else after the block.
+        rows: Whose attention ranks: the "cls" token's, or the "mean" of the CLS and the distillation token's.
+    """
+
+    method = "topk"
+    title = "Top-K"
 
 
 def readers(rows: Literal["cls", "mean"], layout: Layout) -> int:

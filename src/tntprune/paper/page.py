@@ -198,7 +198,7 @@ def ablations(measured: Sequence[Measured]) -> list[tuple[str, Table]]:
     ]
 
 
-def sections(plan: PaperPlan, measured: Sequence[Measured]) -> list[tuple[str, str]]:
+def sections(measured: Sequence[Measured]) -> list[tuple[str, str]]:
     """Return headings for the HTML report and what is below them."""
     found: list[tuple[str, str]] = []
     for heading, words, group in (

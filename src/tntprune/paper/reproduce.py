@@ -159,5 +159,5 @@ def write_pages(
     rows = list({one.row.setting.key: one.row for one in measured if one.entry.table != "ablation"}.values())
     if any(row.setting.config for row in rows):
         print(f"writing {out / REPORT}", file=sys.stderr)
-        made = build(rows, page.TITLE, page.lead(plan, measured), maps, page.sections(plan, measured))
+        made = build(rows, page.TITLE, page.lead(plan, measured), maps, page.sections(measured))
         write(out / REPORT, made.encode())

@@ -134,19 +134,19 @@ def _caption(backbones: Sequence[BackboneRows], scheme: str) -> str:
     )
 
 
-def _map(caption: str, data: bytes, most: int = 500_000, width: int = 1800) -> tuple[str, str]:
+def _map(caption: str, data: bytes) -> tuple[str, str]:
     """Return a picture as it is, or smaller where it is large, and its caption."""
     from PIL import Image, UnidentifiedImageError
 
     alt = f"Token maps: {caption}"
     try:
         with Image.open(io.BytesIO(data)) as image:
-            if len(data) <= most and image.format in ("PNG", "JPEG", "WEBP"):
+            if len(data) <= 500_000 and image.format in ("PNG", "JPEG", "WEBP"):
                 return picture(data, alt, image.format.lower()), caption
             less = image.convert("RGB")
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
         raise UserError(f"{caption}: no picture that can be read ({error}); expected a PNG") from None
-    less.thumbnail((width, 10 * width))
+    less.thumbnail((1800, 18_000))
     out = io.BytesIO()
     less.save(out, "WEBP", quality=85)
     return picture(out.getvalue(), alt, "webp"), caption

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tntprune.report.groups import SCHEMES, BackboneRows, grouped, line_names
+from tntprune.report.groups import SCHEMES, BackboneRows
 from tntprune.report.plot_style import Form, Look, blank, drawable, finished, looks
 from tntprune.sweep.results import ResultRow
 from tntprune.system.units import unit_of
@@ -34,40 +34,20 @@ def curve(lines: Mapping[str, Sequence[XY]], base: XY, x: str, y: str, form: For
     return finished(figure, form)
 
 
-def curves(
-    rows: Iterable[ResultRow],
-    scheme: str,
-    form: Form = "png",
-    styles: Mapping[str, Look] | None = None,
-    narrow: bool = False,
+def draw_curves(
+    backbones: Sequence[BackboneRows], scheme: str, form: Form, styles: Mapping[str, Look], narrow: bool = False
 ) -> bytes:
     """Draw top-1 against multiply-accumulates (top) and speed-up (bottom), one column per backbone.
 
     Speed-ups are comparable across runs, because each was timed in turns with the unpruned model; images/s are not.
 
     Args:
-        rows: With the unpruned model of each backbone; all of the same images, precision and batch size.
+        backbones: Rows that can be compared, see `grouped`.
         scheme: "single" or "multi": the rows that are drawn.
         form: Of the file.
-        styles: The look of each line, to have the same one in several figures; `looks` of the names if None.
+        styles: The look of each line, to have the same one in several figures.
         narrow: All plots below each other, for a phone.
-
-    Raises:
-        ValueError: rows that cannot be compared are mixed.
-        UserError: there is no row, or no unpruned one.
     """
-    groups = grouped(rows)
-    if len(groups) > 1:
-        raise ValueError(f"rows of {len(groups)} kinds in one figure: {'; '.join(group.label for group in groups)}")
-    return draw_curves(
-        groups[0].backbones, scheme, form, looks(line_names(groups)) if styles is None else styles, narrow
-    )
-
-
-def draw_curves(
-    backbones: Sequence[BackboneRows], scheme: str, form: Form, styles: Mapping[str, Look], narrow: bool = False
-) -> bytes:
-    """Draw `curves` of backbones whose rows are grouped already."""
     columns = len(backbones)
     fast = any(row.speedup for backbone in backbones for row in (backbone.base, *backbone.rows))
     pair = (3.2, 3.2 if fast else 0.8)  # inches of the plot on top and of the one below
@@ -151,7 +131,7 @@ def _panel(axis: Any, lines: Mapping[str, Sequence[XY]], base: XY, styles: Mappi
 
 
 def described_curves(backbones: Sequence[BackboneRows], scheme: str) -> str:
-    """Say what `curves` shows, for those who cannot see it."""
+    """Say what `draw_curves` shows, for those who cannot see it."""
     parts = []
     for backbone in backbones:
         scale, unit = unit_of(backbone.base.macs)

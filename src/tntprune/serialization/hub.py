@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tntprune.errors import UsageError, UserError
+from tntprune.system.messages import first_line
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
@@ -149,4 +150,4 @@ def _reason(error: BaseException, file: str = "", revision: str | None = None) -
         return f"the token is not valid: {LOGIN}" if status == 401 else "the token has no right to write there"
     if any(base.__name__ in ("TransportError", "ConnectionError") for base in type(error).__mro__):
         return "the Hub cannot be reached"  # httpx, httpx2 or requests: which one depends on the client's version
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+    return first_line(error)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from tntprune.errors import UserError
+from tntprune.system.messages import first_line
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
@@ -23,8 +24,7 @@ def _others() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConnectionError(f"ended with another process, which says why ({reason[:200]})") from None
+        raise ConnectionError(f"ended with another process, which says why ({first_line(error)})") from None
 
 
 class ProcessGroup:

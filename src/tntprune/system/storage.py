@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from tntprune.errors import UserError
+from tntprune.system.messages import first_line
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm"})
 READ = SUFFIXES | {".tar"}  # what is read of a folder of photos
@@ -274,7 +275,6 @@ def _kind(value: torch.Tensor) -> str:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return UserError(
-        f"{path}: cannot be read, broken or of another kind ({reason[:120]}); expected a .safetensors file"
+        f"{path}: cannot be read, broken or of another kind ({first_line(error)}); expected a .safetensors file"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,24 +61,36 @@ class _Tower(Tower):
         return self.answer(pixel_values, masks, kwargs, interpolate_pos_encoding=interpolate_pos_encoding)
 
 
-made = partial(derivations, ((siglip, "Siglip"),), home=__name__)
+def tables(module: Any, name: str, tower: type, classifier: type, home: str) -> tuple[dict[Any, Any], ...]:
+    """Return the adapter's `swaps`, `opened` and `holders` for one of the SigLIPs.
+
+    Args:
+        module: Of transformers.
+        name: How the names of its classes begin.
+        tower: Mixed into its vision model.
+        classifier: Mixed into its classifier.
+        home: The name of the module that calls.
+    """
+    made = partial(derivations, ((module, name),), home=home)
+    swaps = {
+        **made("VisionModel", tower),
+        **made("ForImageClassification", classifier),
+        **made("Model", ReducedModel),  # the text is left as it is
+    }
+    opened = {
+        **made("EncoderLayer", OpenLayer, parts=staticmethod(clip.parts)),
+        **made("Attention", OpenAttention, names=("out_proj", "scale", "dropout")),
+        **made("MultiheadAttentionPoolingHead", Pool),
+    }
+    whole = (getattr(module, name + ending) for ending in ("ForImageClassification", "Model"))
+    return swaps, opened, dict.fromkeys(whole, "vision_model")
 
 
 class HuggingFaceSiglip(HuggingFace):
     """The adapter."""
 
     anatomy = ANATOMY
-    swaps: ClassVar = {
-        **made("VisionModel", _Tower),
-        **made("ForImageClassification", clip.Classifier),
-        **made("Model", ReducedModel),  # the text is left as it is
-    }
-    opened: ClassVar = {
-        **made("EncoderLayer", OpenLayer, parts=staticmethod(clip.parts)),
-        **made("Attention", OpenAttention, names=("out_proj", "scale", "dropout")),
-        **made("MultiheadAttentionPoolingHead", Pool),
-    }
-    holders: ClassVar = dict.fromkeys((siglip.SiglipForImageClassification, siglip.SiglipModel), "vision_model")
+    swaps, opened, holders = tables(siglip, "Siglip", _Tower, clip.Classifier, __name__)
 
     def pool(self, model: nn.Module) -> str:
         tower: Any = self.tower(model)

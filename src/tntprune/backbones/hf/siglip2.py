@@ -7,8 +7,7 @@ patches; padding behind them is cut off, because a reduced model would count it 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,13 +15,9 @@ from transformers.models.siglip2 import modeling_siglip2 as siglip2
 
 from tntprune.backbones.base import Costs
 from tntprune.backbones.hf import clip
-from tntprune.backbones.hf.siglip import HuggingFaceSiglip, Pool, Tower
+from tntprune.backbones.hf.siglip import HuggingFaceSiglip, Tower, tables
 from tntprune.backbones.hf.towers import (
-    OpenAttention,
-    OpenLayer,
-    ReducedModel,
     ReducedPooling,
-    derivations,
     mean_by_size,
 )
 from tntprune.errors import UserError
@@ -116,24 +111,11 @@ class _Classifier(ReducedPooling):
         return self.classify(labels, (tokens, out), kwargs)
 
 
-made = partial(derivations, ((siglip2, "Siglip2"),), home=__name__)
-
-
 class HuggingFaceSiglip2(HuggingFaceSiglip):
     """The adapter. It cuts images into patches itself, so that all that takes images works."""
 
     anatomy = ANATOMY
-    swaps: ClassVar = {
-        **made("VisionModel", _Tower),
-        **made("ForImageClassification", _Classifier),
-        **made("Model", ReducedModel),  # the text is left as it is
-    }
-    opened: ClassVar = {
-        **made("EncoderLayer", OpenLayer, parts=staticmethod(clip.parts)),
-        **made("Attention", OpenAttention, names=("out_proj", "scale", "dropout")),
-        **made("MultiheadAttentionPoolingHead", Pool),
-    }
-    holders: ClassVar = dict.fromkeys((siglip2.Siglip2ForImageClassification, siglip2.Siglip2Model), "vision_model")
+    swaps, opened, holders = tables(siglip2, "Siglip2", _Tower, _Classifier, __name__)
 
     def takes_images(self, model: nn.Module) -> bool:
         return False
