@@ -27,7 +27,7 @@ COLUMNS, DIGIT, NOTHING = 3, 20, 10  # at most one digit in each column; pixels;
 SIDE, PATCH, WIDTH, DEPTH = CANVAS, 8, 64, 6
 LAYERS = 3  # of the language model
 PATCHES = (SIDE // PATCH) ** 2
-VALIDATION = 200  # training scans on which settings were chosen, and nothing was trained
+VALIDATION = 200  # training scans on which settings were chosen; only the demo's ViT was trained on them
 # fmt: off
 WORDS = ["<pad>", "<s>", "</s>", "<image>", *"0123456789", "one", "two", "three", "left", "right", "count", "of", "all",
          "?", "read"]
