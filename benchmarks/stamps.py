@@ -106,7 +106,7 @@ PAGES = {
     "results/comparison.md": Page(("results.py",), (*REAL, "training", "timing"), f"{DATA} --out runs/results"),
     "results/research-notes.md": Page(METHOD, (*REAL, "training"), f"{DATA} --out runs/method --part page"),
     "results/untrained.md": Page(("untrained.py", "results.py"), (*REAL, "shipping"), f"{DATA} --out runs/untrained"),
-    "results/vlm.md": Page(("vlm.py",), (*REAL, "training"), "--out runs/vlm"),
+    "results/vlm.md": Page(("vlm.py", "vlm_model.py"), (*REAL, "training"), "--out runs/vlm"),
     "results/scale.md": Page(("scale.py",), ("training",), "--out runs/scale"),
 }
 
