@@ -386,7 +386,11 @@ def fill_readme(text: str) -> None:
 def text(plan: list[Row], found: dict[str, Any], when: str) -> str:
     """Write the page."""
     single, several = [f"{keep}" for keep in KEEP], [f"{share} of the MACs" for share in SHARES]
-    places = "; ".join(f"{entry.name} {entry.note}" for entry in entries())
+    at: dict[str, list[str]] = {}
+    for entry in entries():
+        if (name := entry.name.split(",")[0]) not in at.setdefault(entry.note, []):
+            at[entry.note].append(name)
+    places = "; ".join(f"{', '.join(names)} {note}" for note, names in at.items())
     base = found["unpruned"]
     return PAGE.format(
         top1=base["top1"], gmacs=f"{base['macs'] / 1e9:.3f}", single=overview(plan, found, single),
