@@ -26,7 +26,7 @@ from tntprune.backbones.models import load_model
 from tntprune.methods import Config
 from tntprune.system.environment import stamp
 from tntprune.system.storage import write
-from untrained import BUDGETS, DEPTH, MODEL, WHOLE, Rows, batches_of, cell, constant, judged, table
+from untrained import DEPTH, MODEL, WHOLE, Rows, batches_of, cell, constant, judged, table
 
 PHOTOS = 500  # of the validation set
 DECODED = 1000  # calibration photos that are trained on
@@ -111,7 +111,8 @@ METHODS: dict[str, Callable[[Bench, float], Reduce]] = {
 }
 
 
-def main(data: Path, out: Path, page: Path = Path("docs/results/learned.md"), threads: int = 1) -> None:
+def main(data: Path, out: Path, page: Path = Path("docs/results/learned.md"), threads: int = 1,
+         budgets: tuple[float, ...] = (0.731, 0.622, 0.510)) -> None:  # fmt: skip
     """Train and measure every row and write the page.
 
     Args:
@@ -119,6 +120,7 @@ def main(data: Path, out: Path, page: Path = Path("docs/results/learned.md"), th
         out: Where trainings and rows are kept.
         page: The page to write.
         threads: Of the processor.
+        budgets: GMACs per image.
     """
     torch.set_num_threads(threads)
     bench = Bench(data, out)
@@ -126,13 +128,12 @@ def main(data: Path, out: Path, page: Path = Path("docs/results/learned.md"), th
     lines = []
     for title, make in METHODS.items():
         cells = []
-        for budget in tqdm(BUDGETS, desc=title):
-            name = f"{title}-{budget / 1e9:.3f}".replace(", ", "-").lower()
-            cells.append(cell(bench.row(name, make(bench, budget))))
+        for budget in tqdm(budgets, desc=title):
+            name = f"{title}-{budget:.3f}".replace(", ", "-").lower()
+            cells.append(cell(bench.row(name, make(bench, 1e9 * budget))))
         lines.append(f"| {title} | {' | '.join(cells)} |")
-    budgets = [f"{budget / 1e9:.3f} GMACs" for budget in BUDGETS]
     text = PAGE.format(
-        top1=base["top1"], gmacs=base["macs"] / 1e9, stamp=stamp(), rows=table(budgets, lines),
+        top1=base["top1"], gmacs=base["macs"] / 1e9, stamp=stamp(), rows=table([f"{budget:.3f} GMACs" for budget in budgets], lines),
     )  # fmt: skip
     write(page, text.encode())
     written(page)
