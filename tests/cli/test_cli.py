@@ -738,3 +738,23 @@ def test_what_needs_the_compiler_still_gets_it_after_a_lean_start():
         "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1)) == 2"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (["calibrate"], "unknown command 'calibrate' (did you mean train?)"),
+        (["serch", "digits_vit"], "unknown command 'serch' (did you mean search?)"),
+        (["macs", "digits_vit", "--method", "tomee"], "unknown method 'tomee' (did you mean tome?)"),
+        (["macs", "digits_vit", "--method", "tome", "--at", "3,4"], "(write 3 4)"),
+    ],
+)
+def test_what_was_meant_is_guessed(call, line, told):
+    code, out, err = call(*line)
+    assert code == 2 and told in err and not out, err
+
+
+def test_the_list_of_commands_has_one_paragraph_for_each(call):
+    out = call("--help")[1]
+    assert "Train what a method learns" in out and "Several processes" not in out
+    assert "Several processes" in call("train", "--help")[1]

@@ -109,7 +109,7 @@ class ExploredModel:
         path = [] if self.weights is None else ["from pathlib import Path", ""]
         if own or self.weights is not None:
             given = repr(self.name) + ("" if self.weights is None else f", Path({str(self.weights)!r})")
-            lines = [*path, "import tntprune", "from tntprune.backbones.models import HF, load_model", ""]
+            lines = [*path, "import tntprune", "from tntprune.backbones.models import load_model", ""]
             lines.append(f"model = load_model({given})")
         else:
             lines = ["import timm, tntprune", "", f"model = timm.create_model({self.name!r}, pretrained=True).eval()"]

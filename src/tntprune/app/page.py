@@ -30,6 +30,10 @@ CSS = """
 .facts td, .facts th { padding: .25em .5em; overflow-wrap: normal; word-break: normal; }
 .facts td:not(:first-child) { text-align: right; white-space: nowrap; }
 .facts table ~ table td:nth-child(3) { text-align: left; white-space: normal; }
+@media (max-width: 480px) {
+  .facts td, .facts th { padding: .2em; font-size: .85em; }
+  .facts td:not(:first-child) { white-space: normal; }
+}
 footer { display: none !important; }
 """
 SMALL = 0.15  # the least budget

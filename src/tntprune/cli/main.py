@@ -149,6 +149,8 @@ def _parse(given: list[str]) -> Callable[[], int]:
             raise
         told = (_unknown_flag(name, given[1:]) if name in COMMANDS else "") or _one_line(errors.getvalue())
         told = told if told.endswith("...") else told.removesuffix(".")  # of a list of values
+        if listed := next((word for word in given if re.fullmatch(r"[\d.]+(,[\d.]+)+", word)), None):
+            told += f" (write {listed.replace(',', ' ')})"
         raise UsageError(f"{told}; see {prog} --help") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points, packages_distributions
 from typing import Any
@@ -90,9 +91,11 @@ def find_method(name: str, package: str = "") -> type[Config]:
                 f"method {name!r} comes from the package {package}, which is not installed here; install it with: "
                 f"pip install {package}"
             )
+        near = get_close_matches(name, known, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
         raise UsageError(
-            f"unknown method {name!r}; expected one of {', '.join(sorted(known))}, or one that was registered "
-            "before, with tntprune.register_method"
+            f"unknown method {name!r}{meant}; expected one of {', '.join(sorted(known))}, or one of an installed "
+            "package or registered with tntprune.register_method"
         )
     return known[name]
 

@@ -96,6 +96,8 @@ def _best(found: Sequence[Bucket]) -> str:
         sure = "a tie" if ties == 1 else "all ties"
     costs = f"at {len(own)} of {len(found)} costs" if len(found) > 1 else "at the one cost compared"
     told = f"{name} is first {costs}, by {by} points over the next method ({sure})."
+    if ties == len(own):
+        told = f"No method is first beyond noise: {name} leads {costs}, by {by} points ({sure})."
     if others := [other for other, times in close.items() if times == len(found) and other != name]:
         where = "at every cost" if len(found) > 1 else "there"
         more = f"; and {len(others) - NAMED} more" if len(others) > NAMED else ""
@@ -106,8 +108,9 @@ def _best(found: Sequence[Bucket]) -> str:
 def _price(base: ResultRow, cost: float, bucket: Bucket) -> str:
     """Say what the least cost of a regime takes away."""
     name, row = max(bucket.items(), key=lambda item: item[1].top1)
-    told = f"The least of these costs, {cost:.0f} %, leaves {row.top1:.1f} % with {name}"
-    if tie(base, row):
-        return f"{told}, within noise of the unpruned model."
     lost, error = base.top1 - row.top1, 2 * error_of_difference(base, row)
-    return f"{told}, {abs(lost):.1f} ± {error:.1f} points {'below' if lost > 0 else 'above'} the unpruned model."
+    told = (
+        f"The least of these costs, {cost:.0f} %, leaves {row.top1:.1f} % with {name}, {abs(lost):.1f} ± {error:.1f} "
+        f"points {'above' if lost < 0 else 'below'} the unpruned model"
+    )
+    return f"{told}: within noise on {base.images:,} images." if tie(base, row) else f"{told}."

@@ -12,6 +12,7 @@ from tntprune.search.verified import Verified, kept, lost_what, verified_table
 from tntprune.serialization.plan import Plan
 
 RUINED = 20.0  # points that nobody means to lose
+FEW = 100  # photos, of which fewer tell nothing of a model that is right on all
 TRUSTED = 0.5  # rank correlation from which the two halves of the photos agree well enough
 ENDED = {
     "": "The search was complete.",
@@ -125,6 +126,8 @@ def doubts(chosen: Verified, wanted: Budget, photos: int, proxy: dict[str, float
         found.append(
             f"The unpruned model is right on all {photos} photos; it was probably trained on them. It will lose more "
             "on new photos. Search on labelled photos that it has not seen."
+            if photos >= FEW
+            else f"The unpruned model is right on all {photos} photos: too few to tell what it loses. Use more."
         )
     if most is None and chosen.lost > RUINED:
         batch = " or a larger --batch-size, where tokens take more of the time" if wanted.timed else ""

@@ -112,7 +112,7 @@ def _listed(model: nn.Module, data: str | Path) -> tuple[Sequence[Photo], str]:
     except UserError as error:
         if not labelled:
             raise
-        note = f"The photos were judged without labels: {error}"
+        note = f"The photos were judged without labels ({str(error).partition(';')[0]})."
         found = open_photos(data, model, training=True, labelled=False)  # refuses what is no folder of photos at all
     if isinstance(found, Stream):
         raise UserError(f"{data}: a stream; expected a folder, or a data set whose photos can be asked for by number")

@@ -20,7 +20,8 @@ def one_line(text: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of what an exception says, of at most 200 characters; its name if it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= 200 else f"{line[:197]}..."
 
 
 def warn(text: str) -> None:
