@@ -162,6 +162,11 @@ def test_an_older_saved_reduction_gives_what_it_gave(tmp_path):
     save_file(tensors, path, metadata=about)
     steps = reduction_of(load_(make("plain"), tmp_path)).steps(64)
     assert [step.entering - step.leaving for step in steps] == [8, 6, 5, 3, 2]
+    with pytest.raises(UsageError, match=r"falls from 8 to 0; .*decreasing=True"):
+        load_(make("plain"), tmp_path, r=3)
+    for falls in (True, False):
+        changed = load_(make("plain"), tmp_path, r=3, decreasing=falls)
+        assert reduction_of(changed).config == ToMe(r=3, decreasing=falls)
     with pytest.raises(UserError, match="depth 6, given one of 12"):
         load_(VisionTransformer(**{**SMALL, "depth": 12}), tmp_path)
 

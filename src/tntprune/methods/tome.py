@@ -119,8 +119,19 @@ class ToMe(Config):
         if more or not all(is_int(one) and 0 <= one <= LARGEST for one in (r, of)):
             return data  # to be described alone, or refused
         of -= data.get("at") is None and not data.get("inside", True)  # not after the last block
-        counts = [round(2 * r * (of - 1 - number) / (of - 1)) for number in range(of)] if of > 1 else [r]
-        return {**data, "r": counts, "decreasing": False}
+        return {**data, "r": rounded(r, of), "decreasing": False}
+
+    def check_changes(self, changes: dict[str, Any], source: str) -> None:
+        """Refuse one new `r` for a falling one from before there was `average`, unless `decreasing` is given too."""
+        new, rs = changes.get("r"), list(self.rs)
+        if new is None or "decreasing" in changes or len(as_tuple(new)) > 1 or len(rs) < 2:
+            return
+        falls = rs[0] > rs[-1] and rs == rounded(rs[0] // 2, len(rs))
+        check(
+            not falls,
+            f"r={new!r}: {source} was saved with an r that falls from {rs[0]} to {rs[-1]}; expected decreasing=True "
+            "beside it, to let the new r fall too, or decreasing=False, for the same r everywhere",
+        )
 
     def step(self, turn: Turn, count: int, patches: int) -> Step | None:
         if not self.rs:
@@ -241,6 +252,11 @@ def match(x: torch.Tensor, gone: int, odd: int, windows: Windows | None = None) 
         return order.gather(1, 2 * stay + odd), order[:, 1 - odd :: 2], order.gather(1, 2 * go + odd), target
     into = torch.arange(1 - odd, x.shape[1], 2, device=x.device)
     return 2 * stay + odd, into, 2 * go + odd, target
+
+
+def rounded(r: int, of: int) -> list[int]:
+    """Return the tokens merged away at each of so many locations where `r` falls as version 0.1 had it."""
+    return [round(2 * r * (of - 1 - number) / (of - 1)) for number in range(of)] if of > 1 else [r]
 
 
 def passes(step: Step) -> list[tuple[int, int]]:
