@@ -28,6 +28,8 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
     VipLlavaConfig,
@@ -50,11 +52,16 @@ TOKENS = {"image_token_id": IMAGE, "bos_token_id": 1, "eos_token_id": 2, "pad_to
 
 
 CELLS: dict[str, Any] = {"depth": 4, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2}
+DEEPSTACK: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32, "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 2],
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SEEN = {"image_token_id": IMAGE, "video_token_id": 97, "vision_start_token_id": 96, "vision_end_token_id": 95}
 
 
-def _mrope() -> dict[str, Any]:
-    return {"text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}}
+def _mrope(**more: Any) -> dict[str, Any]:
+    return {"text_config": {**TEXT, **more, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}}
 
 
 def _clip() -> dict[str, Any]:
@@ -133,13 +140,10 @@ PACKED: dict[str, Callable[[], Any]] = {  # whose images have a size of their ow
         )
     ),
     "qwen3_vl": lambda: Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(
-            vision_config={
-                **CELLS, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32,
-                "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2],
-            },
-            **_mrope(), **SEEN,
-        )
+        Qwen3VLConfig(vision_config={**CELLS, **DEEPSTACK}, **_mrope(), **SEEN)
+    ),
+    "qwen3_vl_moe": lambda: Qwen3VLMoeForConditionalGeneration(
+        Qwen3VLMoeConfig(vision_config={**CELLS, **DEEPSTACK}, **_mrope(**EXPERTS), **SEEN)
     ),
 }  # fmt: skip
 SHORTENED = (

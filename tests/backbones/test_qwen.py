@@ -131,7 +131,7 @@ def test_the_tower_is_attention_among_the_kept_cells_alone(kind):
             x[windows.argsort(stable=True)] = whole.hidden_states[2].view(cells, 4, 32)
             states = dense(plain, x[kept], kept, windows, grid, 2)
             torch.testing.assert_close(pooled[kept], plain.merger(states[-1]), atol=1e-4, rtol=1e-3)
-            if kind == "qwen3_vl":  # the third block's is handed on too, and the first's
+            if kind.startswith("qwen3"):  # the third block's is handed on too, and the first's
                 deep = [layer[number][kept] for layer in found.deepstack_features]
                 expected = plain.deepstack_merger_list[1](states[0])
                 torch.testing.assert_close(deep[1], expected, atol=1e-4, rtol=1e-3)
@@ -151,7 +151,7 @@ def test_the_language_model_is_the_unpruned_one_on_what_is_left(kind, name):
     embeds = base.get_input_embeddings()(given["input_ids"][keep]).clone()
     embeds[visual] = torch.cat(tuple(found.pooler_output))[there]
     more = {}
-    if kind == "qwen3_vl":
+    if kind.startswith("qwen3"):
         deep = [torch.cat(tuple(layer))[there] for layer in found.deepstack_features]
         more = {"visual_pos_masks": visual[None], "deepstack_visual_embeds": deep}
     seen = []
@@ -202,7 +202,7 @@ def test_every_cell_is_given_with_grid_and_is_a_kept_ones(kind):
     reduce_(model, Random(at=2, keep=0.4), output="tokens")
     laid = features(model, given)
     layers = [(grid.pooler_output, laid.pooler_output)]
-    if kind == "qwen3_vl":
+    if kind.startswith("qwen3"):
         layers += list(zip(grid.deepstack_features, laid.deepstack_features))
     for filled, kept in layers:
         for whole, part in zip(filled, kept):
@@ -274,7 +274,7 @@ def test_several_turns_with_images_in_one_prompt_are_those_turns(kind):
 
 def test_videos_are_frames_with_grid_and_refused_with_tokens(kind):
     model = make(kind)
-    ids = torch.tensor([[1, *[97] * 8, 7, *[97] * 8, 8]] if kind == "qwen3_vl" else [[1, *[97] * 16, 7, 8]])
+    ids = torch.tensor([[1, *[97] * 8, 7, *[97] * 8, 8]] if kind.startswith("qwen3") else [[1, *[97] * 16, 7, 8]])
     given = {
         "input_ids": ids, "mm_token_type_ids": 2 * (ids == 97).long(), "video_grid_thw": torch.tensor([[2, 4, 8]]),
         "pixel_values_videos": torch.randn(64, 96, generator=torch.Generator().manual_seed(0)),
@@ -334,7 +334,7 @@ def test_every_block_is_called_once_with_what_it_works_on(kind):
 @pytest.mark.parametrize("output", ["grid", "tokens"])
 def test_predicted_macs_are_the_counted_ones(kind, output):
     model = make(kind, "eager")
-    side = 4 if kind == "qwen3_vl" else 24
+    side = 4 if kind.startswith("qwen3") else 24
     given = packed([[1, (side, side), 7, 8, 9, 5, 4, 3]])
     base = tntprune.macs(model, text=7)
     reduce_(model, Random(at=(1, 2), keep=0.5), output=output)
@@ -347,6 +347,17 @@ def test_predicted_macs_are_the_counted_ones(kind, output):
     assert found.base_macs == base.macs and found.base_visual == side**2
     assert found.visual == (side**2 // 4 if output == "tokens" else side**2)
     assert found.macs == found.tower + found.prefill and "projector" not in str(found)
+
+
+def test_a_mixture_of_experts_is_not_counted_and_shows_its_routers_only_to_whole_prompts():
+    model, given = make("qwen3_vl_moe"), packed(ROWS)
+    with pytest.raises(tntprune.UserError, match="language model Qwen3VLMoeTextModel is not counted; expected blocks"):
+        tntprune.macs(model)
+    reduce_(model, Random(at=2, keep=0.5), output="grid")
+    assert len(run(model, given, output_router_logits=True).router_logits) == 2
+    reduce_(model, Random(at=2, keep=0.5), output="tokens")
+    with pytest.raises(tntprune.UserError, match="output_router_logits=True: the routers of a shortened sequence"):
+        run(model, given, output_router_logits=True)
 
 
 def test_a_scorer_is_trained_and_the_model_is_not(kind):

@@ -163,12 +163,6 @@ def test_what_is_not_supported_is_refused_by_name_and_with_the_reason():
         tntprune.UserError, match=r"vision tower PixtralVisionModel of a LlavaFor\w+ \(supported: CLIPV"
     ):
         reduce_(model, Random(at=2))
-    with torch.device("meta"):
-        model = transformers.Qwen3VLMoeForConditionalGeneration(transformers.Qwen3VLMoeConfig())
-    with pytest.raises(
-        tntprune.UserError, match=r"Qwen3VLMoeFor\w+, whose tower attends within the images of one pack"
-    ):
-        reduce_(model, Random(at=1))
     for kind in sorted(set(KINDS) - set(SHORTENED)):
         with pytest.raises(tntprune.UsageError, match=r"output='tokens' of \w+: it.*; expected 'grid'"):
             reduce_(make(kind), Random(at=2), output="tokens")

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
+from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_moe
 
 from tntprune.backbones.base import Answer, Backbone, BlockCost, Costs
 from tntprune.backbones.hf.adapter import linears, outdated
@@ -25,6 +26,7 @@ FAMILIES = (  # of each family the module, its tower and its attention
     (qwen2, "Qwen2VisionTransformerPretrainedModel", "VisionAttention"),
     (qwen2_5, "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionAttention"),
     (qwen3, "Qwen3VLVisionModel", "Qwen3VLVisionAttention"),
+    (qwen3_moe, "Qwen3VLMoeVisionModel", "Qwen3VLMoeVisionAttention"),
 )
 TOWERS = {
     getattr(module, name): derived(

@@ -282,6 +282,11 @@ class ShorteningModel(ReducedModel):
                 "output_attentions=True: a shortened sequence has no attention maps of the whole prompt; expected "
                 "False, or output='grid'"
             )
+        if getattr(out, "router_logits", None) is not None:
+            raise UserError(
+                "output_router_logits=True: the routers of a shortened sequence do not see the whole prompt; expected "
+                "False, or output='grid'"
+            )
         mask, count = given["attention_mask"].bool(), places.state.shape[1]
         if out.cache is not None:
             past = mask.shape[1] - places.place.shape[1]

@@ -19,6 +19,7 @@ from transformers.models.paligemma import modeling_paligemma as paligemma
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
+from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_moe
 from transformers.models.smolvlm import modeling_smolvlm as smolvlm
 from transformers.models.vipllava import modeling_vipllava as vipllava
 
@@ -87,15 +88,17 @@ FAMILIES = (
     ),
     *(
         Family(module, name, "visual", "visual.merger", merges=True)
-        for module, name in ((qwen2, "Qwen2VL"), (qwen2_5, "Qwen2_5_VL"), (qwen3, "Qwen3VL"))
+        for module, name in (
+            (qwen2, "Qwen2VL"),
+            (qwen2_5, "Qwen2_5_VL"),
+            (qwen3, "Qwen3VL"),
+            (qwen3_moe, "Qwen3VLMoe"),
+        )
     ),
 )
 TOWERS: tuple[Backbone, ...] = (
     clip.ADAPTER, siglip.ADAPTER, vit.ADAPTER, idefics3.ADAPTER, internvl.ADAPTER, qwen.ADAPTER,
 )  # fmt: skip
-OWN_TOWERS = {  # models whose towers are something else, by the beginning of their classes' names
-    "Qwen3VLMoe": "attends within the images of one packed sequence, as Qwen3VL's, before a mixture of experts",
-}
 
 
 def _made(ending: str, number: int) -> dict[Any, Any]:
@@ -148,17 +151,6 @@ class VisionLanguage(Backbone):
     def takes_images(self, model: nn.Module) -> bool:
         return False
 
-    def knows(self, model: nn.Module) -> bool:
-        return super().knows(model) or self._own(model) is not None
-
-    @staticmethod
-    def _own(model: nn.Module) -> str | None:
-        """Return what is special about the tower of a model that is known and not supported."""
-        if not type(model).__module__.startswith("transformers.models.qwen"):
-            return None
-        name = type(model).__name__.removesuffix("Model").removesuffix("ForConditionalGeneration")
-        return OWN_TOWERS.get(name)
-
     def family(self, model: nn.Module) -> Family:
         """Return a model's family."""
         return BY_CLASS[self.plain(model)]
@@ -183,8 +175,6 @@ class VisionLanguage(Backbone):
         return next(adapter for adapter in TOWERS if adapter.knows(tower))
 
     def obstacle(self, model: nn.Module) -> str | None:
-        if special := self._own(model):
-            return f"{type(model).__name__}, whose tower {special},"
         tower = self.tower(model)
         if not any(adapter.knows(tower) for adapter in TOWERS):
             known = ", ".join(
