@@ -141,21 +141,15 @@ def main(data: Path, out: Path, page: Path = Path("docs/results/learned.md"), th
 
 PAGE = f"""# Methods that learn on a frozen model
 
-`{MODEL}` on {PHOTOS} photos of the ImageNet validation set; unpruned: top-1 {{top1:.1f}} %, {{gmacs:.3f}} GMACs. Each method learned from {DECODED:,}
-calibration photos without labels, with its default options. The model's own weights did not
-change.
-
-Written by `python benchmarks/learned.py --data ../shared/data --out runs/learned` on {{stamp}}.
-
-Cells are top-1 in percent and, in brackets, the mean divergence from the unpruned model in nats: less is better. Top-1 has a standard
-error of 1.7 points on these photos.
+`{MODEL}` on {PHOTOS} photos of the ImageNet validation set; unpruned: top-1 {{top1:.1f}} %, {{gmacs:.3f}} GMACs. Each method learned once, with its
+defaults, from {DECODED:,} other photos without labels. Cells: top-1 in percent and, in brackets, the mean divergence from the unpruned model.
 
 {{rows}}
 
-* **TNT** keeps the same share in each of blocks 1 to {DEPTH - 1}; searched plans give more ([TNT in detail](tnt.md)).
-* **DiffRate** learned its counts for each budget.
-* **DTEM** and **ToMe** merge the same number of tokens in each block. ToMe learns nothing.
-* One training for each row. [Methods without training](untrained.md) were judged on the same photos.
+TNT keeps the same share in blocks 1 to {DEPTH - 1}. DiffRate learned its counts for each budget. DTEM and ToMe merge the same number in each
+block; ToMe learns nothing. More: [TNT in detail](tnt.md), [without a training](untrained.md).
+
+Written by `python benchmarks/learned.py --data ../shared/data --out runs/learned` on {{stamp}}.
 """
 
 

@@ -106,6 +106,9 @@ PAGES = {
     "results/comparison.md": Page(("results.py",), (*REAL, "training", "timing"), f"{DATA} --out runs/results"),
     "results/research-notes.md": Page(METHOD, (*REAL, "training"), f"{DATA} --out runs/method --part page"),
     "results/untrained.md": Page(("untrained.py", "results.py"), (*REAL, "shipping"), f"{DATA} --out runs/untrained"),
+    "results/learned.md": Page(
+        ("learned.py", "untrained.py", "results.py"), (*REAL, "training"), f"{DATA} --out runs/learned"
+    ),
     "results/vlm.md": Page(("vlm.py", "vlm_model.py"), (*REAL, "training"), "--out runs/vlm"),
     "results/scale.md": Page(("scale.py",), ("training",), "--out runs/scale"),
 }
