@@ -280,6 +280,15 @@ def test_a_model_reduced_first_and_offloaded_then():
     assert "forward" not in model.vit.layers[0].__dict__
 
 
+def test_a_reduction_that_learned_cannot_be_offloaded():
+    accelerate = pytest.importorskip("accelerate")
+    images = hf_models.photos_for("vit_classifier")
+    model = reduce_(hf_models.make("vit_classifier"), CONFIGS["tnt-merging"].changed(at=2))
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with pytest.raises(UserError, match=r"accelerate offloaded what TNT learned.*expected the model offloaded first"):
+        hf_models.run(model, images)
+
+
 def test_twins_of_an_offloaded_model_run_their_own_reduction():
     pytest.importorskip("accelerate")
     images = hf_models.photos_for("vit_classifier")

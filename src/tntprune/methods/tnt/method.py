@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tntprune.errors import UsageError
+from tntprune.errors import UsageError, UserError
 from tntprune.methods.base import Layout, ScoringMethod, top
 from tntprune.methods.layers import Affine
 from tntprune.methods.steps import Place, Plan, Step
@@ -154,6 +154,11 @@ class TrainingNoise(ScoringMethod):
         if not self.trains:
             return UNTRAINED[name]
         learned = self.powers[block - 1] if name == "powers" else getattr(self, name)[str(block)]
+        if learned.is_meta and hasattr(self, "_hf_hook"):
+            raise UserError(
+                "accelerate offloaded what TNT learned, a few numbers that it cannot bring back; expected the model "
+                "offloaded first, and reduced or loaded (tntprune.load_) behind that"
+            )
         number: torch.Tensor = learned.float()
         return number.clamp(min=0) if name in ("merge_gates", "norm_corrections") else number
 
