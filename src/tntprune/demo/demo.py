@@ -102,6 +102,7 @@ def demo(out: Path, seed: int = 0, progress: bool = True) -> Demo:
                 tqdm.write(f"training the scorers of {name}", file=sys.stderr)
             calibrate_(model, images, labels, progress=progress, seed=seed, **TRAINING[name])
         learned = reduction_of(model).state_dict()
+        reduction_of(model).unsaved = False  # they are kept here
         for tokens in tqdm(KEEP, desc=name, unit="rate", disable=not progress):
             reduce_(model, config.changed(tokens=tokens))
             reduction_of(model).load_state_dict(learned)
