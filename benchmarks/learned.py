@@ -19,11 +19,11 @@ import tyro
 from torch import nn
 from tqdm import tqdm
 
-from results import fitted
 from stamps import written
 from tntprune import DTEM, TNT, DiffRate, ToMe, calibrate_, load_, macs, reduce_, save
 from tntprune.backbones.models import load_model
 from tntprune.methods import Config
+from tntprune.search.fitted import fitted
 from tntprune.system.environment import stamp
 from tntprune.system.storage import write
 from untrained import DEPTH, MODEL, WHOLE, Rows, batches_of, cell, constant, judged, table
@@ -34,7 +34,7 @@ Reduce = Callable[[nn.Module], nn.Module]
 
 
 class Bench:
-    """The photos, what was trained and what was measured.
+    """Photos, trainings and measured rows, kept in a folder.
 
     Args:
         data: The folder with the weights, imagenet-val-1300 and calibration-1000.

@@ -170,7 +170,7 @@ def page(rows: dict[str, Any], training: dict[str, Any], images: int, seeds: int
     return f"""# A vision-language model with fewer visual tokens
 
 `python benchmarks/vlm.py --out runs/vlm` measures a tiny LLaVA: a CLIP-like tower that begins with the demo's weights, and a Llama-like
-decoder; {training["parameters"]:,} parameters. Its weights are in `benchmarks/weights/vlm`; `--anew` trains them: {training["regions"]:,} steps in which
+decoder; {training["parameters"]:,} parameters. Its weights are in `benchmarks/weights/vlm`, from a prototype of the training that `--anew` runs: {training["regions"]:,} steps in which
 the tower names the digits at, left and right of each patch, then {training["steps"]} in which the whole model reads all digits and
 answers questions ({training["batch"]} pictures a step, {training["seconds"]} s in all). It never saw pictures with tokens missing.
 

@@ -23,7 +23,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from tntprune.backbones.digits_vit import digits_vit
 from tntprune.demo.digits import CANVAS, FRAGMENT, FRAGMENTS, normalise, paste, scans
 
-COLUMNS, DIGIT, NOTHING = 3, 20, 10  # at most one digit in each column; pixels; the name of what is no digit
+COLUMNS, DIGIT, NOTHING = 3, 20, 10  # columns with at most one digit; pixels of a digit; class of other patches
 SIDE, PATCH, WIDTH, DEPTH = CANVAS, 8, 64, 6
 LAYERS = 3  # of the language model
 PATCHES = (SIDE // PATCH) ** 2

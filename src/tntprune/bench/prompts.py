@@ -57,7 +57,7 @@ class PromptTimes:
 
 @dataclass(frozen=True)
 class PromptBenchmark:
-    """What `bench_prompts` found; `print` shows a table."""
+    """Times of all models; `print` shows a table."""
 
     stamp: str
     rounds: int
@@ -192,7 +192,7 @@ def _answered(model: Any, prompts: Mapping[str, torch.Tensor], new_tokens: int, 
 
 @contextmanager
 def _timed(module: nn.Module | None, told: Callable[[float, Any], None], device: torch.device) -> Iterator[None]:
-    """Tell the milliseconds of each call of a module, and what it returned."""
+    """Pass the milliseconds and the result of each call of a module to a function."""
     if module is None:
         yield
         return

@@ -21,7 +21,7 @@ from tntprune.ops.tokens import Tokens
 
 @dataclass(frozen=True)
 class Attended(Config):
-    """What Top-K and EViT have in common: prefix tokens' attention ranks the patches.
+    """Options that Top-K and EViT share: prefix tokens' attention ranks the patches.
 
     Args:
         inside: Act between the block's attention and its MLP; else after the block.

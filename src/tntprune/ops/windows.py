@@ -28,7 +28,7 @@ class Windows(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How n tokens in a row are cut into parts, whose lengths differ by 1 at most.
+    """A cut of n tokens in a row into parts, whose lengths differ by 1 at most.
 
     Args:
         place: (parts, m), where in the row each one of a part stands. What fills up shorter parts is any other token.

@@ -127,7 +127,7 @@ def doubts(chosen: Verified, wanted: Budget, photos: int, proxy: dict[str, float
             f"The unpruned model is right on all {photos} photos; it was probably trained on them. It will lose more "
             "on new photos. Search on labelled photos that it has not seen."
             if photos >= FEW
-            else f"The unpruned model is right on all {photos} photos: too few to tell what it loses. Use more."
+            else f"The unpruned model is right on all {photos} photos. They are too few to measure its loss."
         )
     if most is None and chosen.lost > RUINED:
         batch = " or a larger --batch-size, where tokens take more of the time" if wanted.timed else ""
